@@ -1,0 +1,592 @@
+"""Train a small byte-level language model on real text, with a mixer of the gated-delta family in three blocks of four.
+
+    python examples/language_model.py                         # gdn on Python's own help topics, about 4 minutes on 2 cores
+    python examples/language_model.py --mixer kda --text book.txt
+    python examples/language_model.py --resume                # go on after Ctrl-C, on the same curve bit for bit
+
+The model is plain Equinox, the training loop plain Optax. The file reads from top to bottom: settings, model, text,
+training step, checkpoints, training loop, report. Everything a run writes lies in `--out` (default runs/<mixer>):
+two checkpoints, curve.json, curve.png and sample.txt.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import io
+import json
+import math
+import os
+import pathlib
+import signal
+import sys
+import time
+import zlib
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from gated_delta import GDN, GDN2, KDA, SystolicLinearAttention, weight_decay_mask
+
+BITS = 1 / math.log(2)  # one nat in bits
+BYTES = 256  # the vocabulary
+STEP_TOLERANCE = 1e-4  # between the logits of the parallel and the step-by-step run; beyond it we exit with 1
+
+
+# ------------------------------------------------------------------------------------------------------------ settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """All that decides the curve. A checkpoint holds a copy, and resumes under equal settings only."""
+
+    mixer: str
+    width: int
+    blocks: int
+    length: int  # bytes per window, and how far back attention sees
+    batch: int
+    steps: int
+    learning_rate: float
+    seed: int
+    text: str  # SHA-256
+
+
+class Stop(Exception):
+    """Ends the program with one line on stderr and an exit code."""
+
+    def __init__(self, message: str, code: int = 1):
+        super().__init__(message)
+        self.code = code
+
+
+# --------------------------------------------------------------------------------------------------------------- model
+
+
+def make_mixer(name: str, width: int, key):
+    heads = max(1, width // 32)
+    if name == "gdn":
+        return GDN(width, key_heads=heads, value_heads=heads, key_dim=32, value_dim=32, key=key)
+    if name == "kda":
+        return KDA(width, key_heads=heads, value_heads=heads, key_dim=32, value_dim=32, key=key)
+    if name == "gdn2":
+        return GDN2(width, key_heads=heads, value_heads=heads, key_dim=32, value_dim=32, key=key)
+    return SystolicLinearAttention(width, key_heads=max(1, heads // 4), key_dim=64, value_dim=32, key=key)
+
+
+class Attention(eqx.Module):
+    """Softmax attention to the last `context` bytes.
+
+    It has no position encoding, because the recurrent blocks under it know the order. So the cache for `step` is a
+    ring that overwrites its oldest entry: attention does not mind in which order it meets the keys.
+    """
+
+    qkv: eqx.nn.Linear
+    out: eqx.nn.Linear
+    heads: int = eqx.field(static=True)
+    context: int = eqx.field(static=True)
+
+    def __init__(self, width: int, heads: int, context: int, *, key):
+        qkv_key, out_key = jax.random.split(key)
+        self.qkv = eqx.nn.Linear(width, 3 * width, use_bias=False, key=qkv_key)
+        self.out = eqx.nn.Linear(width, width, use_bias=False, key=out_key)
+        self.heads = heads
+        self.context = context
+
+    def __call__(self, x):  # [time, width]
+        q, k, v = jnp.moveaxis(jax.vmap(self.qkv)(x).reshape(len(x), 3, self.heads, -1), 1, 0)  # [time, heads, dim]
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(self.context - 1, 0))
+        return jax.vmap(self.out)(out.reshape(x.shape)), None
+
+    def init_state(self):
+        cache = jnp.zeros((self.context, self.heads, self.qkv.in_features // self.heads))
+        return cache, cache, jnp.array(0)
+
+    def step(self, x, state):  # [width]
+        keys, values, count = state
+        q, k, v = self.qkv(x).reshape(3, self.heads, -1)
+        keys = keys.at[count % self.context].set(k)
+        values = values.at[count % self.context].set(v)
+        filled = jnp.arange(self.context) <= count
+        out = jax.nn.dot_product_attention(q[None], keys, values, mask=filled[None, None])
+        return self.out(out.reshape(x.shape)), (keys, values, count + 1)
+
+
+class SwiGLU(eqx.Module):
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+
+    def __init__(self, width: int, hidden: int, *, key):
+        up_key, down_key = jax.random.split(key)
+        self.up = eqx.nn.Linear(width, 2 * hidden, use_bias=False, key=up_key)
+        self.down = eqx.nn.Linear(hidden, width, use_bias=False, key=down_key)
+
+    def __call__(self, x):  # [width]
+        gate, value = jnp.split(self.up(x), 2)
+        return self.down(jax.nn.silu(gate) * value)
+
+
+class Block(eqx.Module):
+    """Pre-norm: x + mixer(norm(x)), then x + swiglu(norm(x))."""
+
+    mixer_norm: eqx.nn.RMSNorm
+    mixer: eqx.Module
+    mlp_norm: eqx.nn.RMSNorm
+    mlp: SwiGLU
+
+    def __call__(self, x):  # [time, width]
+        out, _ = self.mixer(jax.vmap(self.mixer_norm)(x))
+        x = x + out
+        return x + jax.vmap(lambda row: self.mlp(self.mlp_norm(row)))(x)
+
+    def step(self, x, state):  # [width]
+        out, state = self.mixer.step(self.mixer_norm(x), state)
+        x = x + out
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class LanguageModel(eqx.Module):
+    """Bytes to logits of the next byte: `model(bytes)` for a whole window, `model.step(byte, states)` one at a time."""
+
+    embedding: eqx.nn.Embedding
+    blocks: list[Block]
+    norm: eqx.nn.RMSNorm
+    head: eqx.nn.Linear
+
+    def __init__(self, settings: Settings, *, key):
+        width = settings.width
+        embedding_key, head_key, *block_keys = jax.random.split(key, 2 + settings.blocks)
+        self.embedding = eqx.nn.Embedding(BYTES, width, key=embedding_key)
+        self.blocks = []
+        for index, block_key in enumerate(block_keys):
+            mixer_key, mlp_key = jax.random.split(block_key)
+            if index % 4 == 3:
+                mixer = Attention(width, max(1, width // 32), settings.length, key=mixer_key)
+            else:
+                mixer = make_mixer(settings.mixer, width, mixer_key)
+            mlp = SwiGLU(width, 2 * width, key=mlp_key)
+            self.blocks.append(
+                Block(eqx.nn.RMSNorm(width, use_bias=False), mixer, eqx.nn.RMSNorm(width, use_bias=False), mlp)
+            )
+        self.norm = eqx.nn.RMSNorm(width, use_bias=False)
+        self.head = eqx.nn.Linear(width, BYTES, use_bias=False, key=head_key)
+
+    def __call__(self, tokens):  # [time] -> [time, 256]
+        x = jax.vmap(self.embedding)(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return jax.vmap(lambda row: self.head(self.norm(row)))(x)
+
+    def init_state(self):
+        return [block.mixer.init_state() for block in self.blocks]
+
+    def step(self, token, states):  # [] -> [256]
+        x = self.embedding(token)
+        states = list(states)
+        for index, block in enumerate(self.blocks):
+            x, states[index] = block.step(x, states[index])
+        return self.head(self.norm(x)), states
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def read_text(path: pathlib.Path | None) -> bytes:
+    """The file's bytes, or Python's help topics. The topics change a little with every Python version, hence the hash."""
+    if path is not None:
+        return path.read_bytes()
+    from pydoc_data.topics import topics
+
+    return "\n".join(topics[name] for name in sorted(topics)).encode()
+
+
+def training_batch(training: np.ndarray, settings: Settings, step: int) -> np.ndarray:
+    """Random windows, [batch, length + 1]: a function of seed and step alone, so a resumed run sees the same ones."""
+    rng = np.random.default_rng((settings.seed, step))
+    starts = rng.integers(len(training) - settings.length, size=settings.batch)
+    return training[starts[:, None] + np.arange(settings.length + 1)].astype(np.int32)
+
+
+def validation_windows(training: np.ndarray, validation: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows [windows, length + 1], and which of their predictions count, [windows, length].
+
+    Windows overlap by half. Every validation byte counts once, predicted from at least length / 2 and at most `length`
+    bytes before it; before the first validation byte these are the last of the training part.
+    """
+    context = length // 2
+    stride = length - context
+    windows = -(-len(validation) // stride)
+    text = np.concatenate([training[-context - 1 :], validation, np.zeros(stride, np.uint8)]).astype(np.int32)
+    index = stride * np.arange(windows)[:, None] + np.arange(length + 1)
+    counts = (np.arange(length) >= context) & (index[:, 1:] <= context + len(validation))
+    return text[index], counts
+
+
+def zlib_bits(text: bytes, dictionary: bytes = b"") -> float:
+    """Bits per byte of zlib at level 9, which may have read the last 32 KiB of `dictionary` before."""
+    compressor = zlib.compressobj(9, zdict=dictionary[-32768:])
+    return 8 * len(compressor.compress(text) + compressor.flush()) / len(text)
+
+
+def bigram_bits(training: np.ndarray, validation: np.ndarray) -> float:
+    """Bits per byte of p(byte | byte before), counted on the training part, 0.1 added to every count."""
+    counts = np.full((BYTES, BYTES), 0.1)
+    np.add.at(counts, (training[:-1], training[1:]), 1)
+    before = np.concatenate([training[-1:], validation[:-1]])
+    return float(-np.log2((counts / counts.sum(1, keepdims=True))[before, validation]).mean())
+
+
+# ------------------------------------------------------------------------------------------------------- training step
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    rate = optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=settings.learning_rate,
+        warmup_steps=min(50, settings.steps // 4),
+        decay_steps=settings.steps,
+        end_value=0.05 * settings.learning_rate,
+    )
+    adamw = optax.adamw(rate, b2=0.95, weight_decay=0.1, mask=weight_decay_mask)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def nats(model: LanguageModel, windows):
+    """Cross-entropy of every next byte: [batch, length + 1] -> [batch, length]."""
+    logits = jax.vmap(model)(windows[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, windows[:, 1:])
+
+
+@eqx.filter_jit
+def train_step(model: LanguageModel, optimizer_state, windows, optimizer: optax.GradientTransformation):
+    loss, gradients = eqx.filter_value_and_grad(lambda model: nats(model, windows).mean())(model)
+    updates, optimizer_state = optimizer.update(gradients, optimizer_state, eqx.filter(model, eqx.is_inexact_array))
+    healthy = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(updates))
+    return eqx.apply_updates(model, updates), optimizer_state, loss, healthy
+
+
+@eqx.filter_jit
+def count_nats(model: LanguageModel, windows, counts):
+    return jnp.sum(nats(model, windows), where=counts)
+
+
+def evaluate(model: LanguageModel, windows: np.ndarray, counts: np.ndarray, batch: int = 8) -> float:
+    """Bits per byte over the counted predictions."""
+    spare = -len(windows) % batch
+    windows = np.pad(windows, ((0, spare), (0, 0)))
+    counts = np.pad(counts, ((0, spare), (0, 0)))
+    total = sum(
+        float(count_nats(model, windows[start : start + batch], counts[start : start + batch]))
+        for start in range(0, len(windows), batch)
+    )
+    return BITS * total / int(counts.sum())
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+
+
+class Damaged(Exception):
+    pass
+
+
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """After a crash at any moment `path` holds either what it held before or all of `content`."""
+    temporary = path.with_name(path.name + ".tmp")
+    with open(temporary, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def checkpoints(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(folder.glob("step-*.checkpoint"))
+
+
+def save(folder: pathlib.Path, settings: Settings, step: int, model, optimizer_state, curve: dict) -> None:
+    """SHA-256 of the rest, newline, one line of JSON, the arrays. The last two are kept."""
+    leaves = io.BytesIO()
+    eqx.tree_serialise_leaves(leaves, (model, optimizer_state))
+    header = json.dumps({"settings": dataclasses.asdict(settings), "step": step, "curve": curve})
+    body = header.encode() + b"\n" + leaves.getvalue()
+    path = folder / f"step-{step:08d}.checkpoint"
+    older = [other for other in checkpoints(folder) if other != path]
+    write_atomically(path, hashlib.sha256(body).hexdigest().encode() + b"\n" + body)
+    for other in older[:-1]:
+        other.unlink()
+
+
+def load(path: pathlib.Path, settings: Settings, model, optimizer_state):
+    digest, _, body = path.read_bytes().partition(b"\n")
+    if hashlib.sha256(body).hexdigest().encode() != digest:
+        raise Damaged(f"{path} is damaged: its content does not match its SHA-256")
+    header, _, leaves = body.partition(b"\n")
+    header = json.loads(header)
+    mine, theirs = dataclasses.asdict(settings), header["settings"]
+    if mine != theirs:
+        differing = (name for name in mine if mine[name] != theirs.get(name))
+        differences = "; ".join(f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing)
+        raise Stop(f"{path} belongs to a run with other settings: {differences}", 2)
+    model, optimizer_state = eqx.tree_deserialise_leaves(io.BytesIO(leaves), (model, optimizer_state))
+    return header["step"], model, optimizer_state, header["curve"]
+
+
+def load_newest(folder: pathlib.Path, settings: Settings, model, optimizer_state, console: Console):
+    """The newest checkpoint that is whole; damaged ones are named and passed over."""
+    paths = checkpoints(folder)
+    if not paths:
+        raise Stop(f"nothing to resume: there is no checkpoint in {folder}", 2)
+    for path in reversed(paths):
+        try:
+            return load(path, settings, model, optimizer_state)
+        except Damaged as error:
+            console.print(f"{error}; passing it over")
+    raise Stop(f"nothing to resume: every checkpoint in {folder} is damaged")
+
+
+# ------------------------------------------------------------------------------------------------------- training loop
+
+
+class Interrupt:
+    """Within it, Ctrl-C only sets `asked`, so that the step at hand can end; a second Ctrl-C acts as usual."""
+
+    def __enter__(self):
+        self.asked = False
+        self.usual = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def _ask(self, number, frame):
+        self.asked = True
+        signal.signal(signal.SIGINT, self.usual)
+
+    def __exit__(self, *error):
+        signal.signal(signal.SIGINT, self.usual)
+
+
+def train(settings: Settings, folder: pathlib.Path, resume: bool, training, validation, console: Console):
+    """Returns the trained model and its curve: bits per byte of every step, and (step, bits per byte) of validation."""
+    model = LanguageModel(settings, key=jax.random.key(settings.seed))
+    optimizer = make_optimizer(settings)
+    optimizer_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    first, curve = 0, {"training": [], "validation": []}
+    if resume:
+        first, model, optimizer_state, curve = load_newest(folder, settings, model, optimizer_state, console)
+        console.print(f"resuming after step {first}")
+    else:
+        for path in checkpoints(folder):
+            path.unlink()
+            console.print(f"a new run: removed {path}", soft_wrap=True)
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
+    size = f"{settings.steps} steps of {settings.batch} x {settings.length} bytes"
+    console.print(f"{settings.mixer}: {parameters / 1e6:.2f} M parameters, {size}")
+
+    windows, counts = validation_windows(training, validation, settings.length)
+    pause = max(1, settings.steps // 8)  # steps between validations, each with a checkpoint
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[status]}"),
+        TimeRemainingColumn(),
+    )
+    progress = Progress(*columns, console=console, disable=not console.is_terminal)
+    with progress, Interrupt() as interrupt:
+        task = progress.add_task(settings.mixer, total=settings.steps, completed=first, status="compiling")
+        seconds = 0.0  # in training steps after the first, which compiles
+        for step in range(first + 1, settings.steps + 1):
+            started = time.perf_counter()
+            batch = training_batch(training, settings, step)
+            model, optimizer_state, loss, healthy = train_step(model, optimizer_state, batch, optimizer)
+            if not healthy:
+                raise Stop(
+                    f"step {step}: the loss is {float(loss)} or its update is not finite. Nothing of this step was "
+                    f"saved; {folder} has the checkpoints before it. A lower --learning-rate may help"
+                )
+            bits = BITS * float(loss)
+            curve["training"].append(bits)
+            status = f"loss {float(loss):.3f}  bits/byte {bits:.3f}"
+            if step == first + 1:
+                console.print(f"first step after {time.perf_counter() - started:.1f} s, most of them compilation")
+            else:
+                seconds += time.perf_counter() - started
+                status += f"  {(step - first - 1) * settings.batch * settings.length / seconds:,.0f} tokens/s"
+            progress.update(task, completed=step, status=status)
+            if step % pause == 0 or step == settings.steps:
+                validated = evaluate(model, windows, counts)
+                curve["validation"].append((step, validated))
+                console.print(f"step {step:5d}  {status}  validation {validated:.3f}", soft_wrap=True)
+                save(folder, settings, step, model, optimizer_state, curve)
+            elif interrupt.asked:
+                save(folder, settings, step, model, optimizer_state, curve)
+            elif not console.is_terminal and step % max(1, pause // 4) == 0:
+                console.print(f"step {step:5d}  {status}", soft_wrap=True)
+            if interrupt.asked:
+                raise Stop(f"interrupted: step {step} is saved in {folder}; go on with --resume", 130)
+    return model, curve
+
+
+# -------------------------------------------------------------------------------------------------------------- report
+
+
+@eqx.filter_jit
+def run_steps(model: LanguageModel, tokens, states):
+    """The recurrent path over known bytes: [time] -> logits [time, 256], and the states after them."""
+
+    def body(states, token):
+        logits, states = model.step(token, states)
+        return states, logits
+
+    states, logits = jax.lax.scan(body, states, tokens)
+    return logits, states
+
+
+@eqx.filter_jit
+def write_bytes(model: LanguageModel, logits, states, key, length: int, temperature: float):
+    def body(carry, key):
+        logits, states = carry
+        token = jax.random.categorical(key, logits / temperature)
+        return model.step(token, states), token
+
+    _, tokens = jax.lax.scan(body, (logits, states), jax.random.split(key, length))
+    return tokens
+
+
+def draw_curve(path: pathlib.Path, settings: Settings, curve: dict, baselines: dict) -> None:
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    training = np.array(curve["training"])
+    run = max(1, len(training) // 40)
+    smooth = np.convolve(training, np.ones(run) / run, "valid")
+    steps = np.arange(1, len(training) + 1)
+    axes.plot(steps, training, color="tab:blue", alpha=0.2, linewidth=0.8)
+    axes.plot(steps[run - 1 :], smooth, color="tab:blue", label=f"training, mean of {run} steps")
+    axes.plot(*zip(*curve["validation"]), "o-", color="tab:orange", label="validation")
+    for (name, bits), style in zip(baselines.items(), ("--", "-.", ":")):
+        axes.axhline(bits, color="gray", linestyle=style, linewidth=1, label=f"{name}: {bits:.2f}")
+    lowest = min(smooth.min(), min(bits for _, bits in curve["validation"]), min(baselines.values()))
+    axes.set(
+        xlabel=f"step, {settings.batch * settings.length} bytes each", ylabel="bits per byte", title=settings.mixer
+    )
+    axes.set(xlim=(0, settings.steps), ylim=(0.8 * lowest, max(4.5, 1.1 * baselines["bigram"])))
+    axes.legend()
+    axes.grid(alpha=0.3)
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=150)
+    write_atomically(path, content.getvalue())
+
+
+def report(model, curve: dict, settings: Settings, folder: pathlib.Path, training, validation, console: Console) -> int:
+    baselines = {
+        "zlib -9": zlib_bits(validation.tobytes()),
+        "zlib -9 after the training part": zlib_bits(validation.tobytes(), training.tobytes()),
+        "bigram": bigram_bits(training, validation),
+    }
+    table = Table(title=f"bits per byte on the {len(validation)} validation bytes")
+    table.add_column("model")
+    table.add_column("bits per byte", justify="right")
+    table.add_row(f"[bold]{settings.mixer}", f"[bold]{curve['validation'][-1][1]:.3f}")
+    for name, bits in sorted(baselines.items(), key=lambda item: item[1]):
+        table.add_row(name, f"{bits:.3f}")
+    console.print(table)
+
+    write_atomically(folder / "curve.json", json.dumps(curve).encode())
+    draw_curve(folder / "curve.png", settings, curve, baselines)
+
+    prompt = validation[: settings.length // 2]
+    logits, states = run_steps(model, jnp.asarray(prompt, jnp.int32), model.init_state())
+    written = write_bytes(model, logits[-1], states, jax.random.key(settings.seed), 600, 0.7)
+    sample = np.asarray(written).astype(np.uint8).tobytes().decode(errors="replace")
+    write_atomically(folder / "sample.txt", sample.encode())
+    console.rule(f"{len(prompt)} bytes of validation text, then {len(written)} bytes written by the model")
+    console.print(Text().append(prompt.tobytes().decode(errors="replace"), "dim").append(sample))
+    console.rule()
+
+    window = jnp.asarray(validation[: 2 * settings.length], jnp.int32)  # twice as far as attention sees
+    stepped, _ = run_steps(model, window, model.init_state())
+    difference = float(jnp.max(jnp.abs(stepped - model(window))))
+    console.print(f"parallel against step by step over {len(window)} bytes: logits differ by at most {difference:.1e}")
+    console.print(f"written to {folder}: curve.png, curve.json, sample.txt, checkpoints", soft_wrap=True)
+    if not difference <= STEP_TOLERANCE:
+        raise Stop(f"the parallel and the step-by-step run differ by {difference:.1e}, more than {STEP_TOLERANCE:.0e}")
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- main
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):  # one line, where argparse would print the usage too
+        self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
+
+
+def positive(kind):
+    def convert(text: str):
+        value = kind(text)
+        if not 0 < value < math.inf:
+            raise ValueError
+        return value
+
+    convert.__name__ = f"positive {kind.__name__}"  # argparse: "invalid positive int value: '0'"
+    return convert
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog="language_model", description=__doc__.partition("\n")[0])
+    parser.add_argument("--mixer", choices=("gdn", "kda", "gdn2", "sla"), default="gdn")
+    parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="default: Python's help topics")
+    parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/<mixer>")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
+    parser.add_argument("--steps", type=positive(int), default=845)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--learning-rate", type=positive(float), default=4e-3)
+    parser.add_argument("--width", type=positive(int), default=128, help="a multiple of 32")
+    parser.add_argument("--blocks", type=positive(int), default=4, help="every fourth one is softmax attention")
+    parser.add_argument("--batch", type=positive(int), default=4)
+    parser.add_argument("--length", type=positive(int), default=256, help="bytes per window")
+    options = parser.parse_args(arguments)
+    options.out = options.out or pathlib.Path("runs") / options.mixer
+    if options.width % 32:
+        parser.error(f"--width is {options.width}; it must be a multiple of 32, the width of a head")
+    if options.seed < 0:
+        parser.error(f"--seed is {options.seed}; it must not be negative")
+    return options
+
+
+def run(options: argparse.Namespace, console: Console) -> int:
+    try:
+        text = read_text(options.text)
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Stop(str(error), 2) from error
+    digest = hashlib.sha256(text).hexdigest()
+    chosen = {name: value for name, value in vars(options).items() if name not in ("text", "out", "resume")}
+    settings = Settings(text=digest, **chosen)
+    training, validation = np.split(np.frombuffer(text, np.uint8), [len(text) * 9 // 10])
+    if len(validation) < 2 * options.length:
+        raise Stop(f"the text has {len(text)} bytes; --length {options.length} needs {20 * options.length}", 2)
+    console.print(f"text: {options.text or 'Python help topics'}, {len(text)} bytes, SHA-256 {digest}", soft_wrap=True)
+    console.print(f"      first {len(training)} for training, last {len(validation)} for validation")
+    model, curve = train(settings, options.out, options.resume, training, validation, console)
+    return report(model, curve, settings, options.out, training, validation, console)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse(arguments)
+    try:
+        return run(options, Console(highlight=False))
+    except Stop as stop:
+        print(f"language_model: {stop}", file=sys.stderr)
+        return stop.code
+    except KeyboardInterrupt:
+        print("language_model: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
