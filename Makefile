@@ -1,0 +1,64 @@
+# `make` or `make help` lists what there is. Only python3 (3.11 or newer, with venv), git and make are needed.
+
+PYTHON ?=
+VENV ?= .venv
+ARGS ?=
+
+install = @PYTHON='$(PYTHON)' VENV='$(VENV)' scripts/venv.sh
+python = $(VENV)/bin/python
+# The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
+pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
+
+.PHONY: help demo test test-thorough test-slow test-smoke lint types dist hooks clean
+.NOTPARALLEL: # every target installs into the one environment
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## /make \1|/p' Makefile | while IFS='|' read -r name text; do printf '%-20s %s\n' "$$name" "$$text"; done
+	@echo
+	@echo 'ARGS="..." is passed on, as in: make demo ARGS="--mixer kda", make test ARGS="-k packing -x".'
+	@echo 'PYTHON=python3.12 builds .venv with that interpreter; VENV=DIRECTORY uses another environment.'
+	@echo 'JAX_PLATFORMS=cuda runs the tests on a GPU for which the environment has a plugin (default: cpu).'
+
+demo: ## train a small hybrid language model on real text, about 4 minutes on 2 cores
+	$(install) examples
+	@$(python) examples/language_model.py $(ARGS)
+
+test: ## run the tests, at most 12 minutes on 2 cores
+	$(install) test
+	@$(pytest) $(ARGS)
+
+test-thorough: ## run them with 500 examples for each law (hours)
+	$(install) test
+	@HYPOTHESIS_PROFILE=thorough $(pytest) -m 'not slow' $(ARGS)
+
+test-slow: ## run only the tests marked slow
+	$(install) test
+	@$(pytest) -m slow $(ARGS)
+
+test-smoke: ## run the smoke set three times: plain, in x64, and with JAX's own checks on
+	$(install) test
+	@$(pytest) -m smoke $(ARGS)
+	@JAX_ENABLE_X64=1 $(pytest) -m smoke $(ARGS)
+	@JAX_DEBUG_NANS=1 JAX_NUMPY_RANK_PROMOTION=raise $(pytest) -m smoke $(ARGS)
+
+lint: ## ruff: rules and formatting
+	$(install) dev
+	@$(VENV)/bin/ruff check
+	@$(VENV)/bin/ruff format --check
+
+types: ## pyright
+	$(install) dev test
+	@$(VENV)/bin/pyright --pythonpath $(python)
+
+dist: ## build sdist and wheel, then run the README's first example with the wheel in an empty environment
+	$(install) dev
+	@rm -rf dist
+	@$(python) -m build >$(VENV)/build.log 2>&1 || { tail -n 40 $(VENV)/build.log; exit 1; }
+	@$(python) scripts/check_wheel.py
+
+hooks: ## run `make lint types` before every commit
+	$(install) dev test
+	@$(VENV)/bin/pre-commit install
+
+clean: ## remove the environments, builds and caches
+	rm -rf .venv .venv312 dist build site .pytest_cache .ruff_cache .hypothesis
