@@ -291,10 +291,6 @@ def evaluate(model: LanguageModel, windows: np.ndarray, counts: np.ndarray, batc
 # --------------------------------------------------------------------------------------------------------- checkpoints
 
 
-class Damaged(Exception):
-    pass
-
-
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
     """After a crash at any moment `path` holds either what it held before or all of `content`."""
     temporary = path.with_name(path.name + ".tmp")
@@ -322,32 +318,24 @@ def save(folder: pathlib.Path, settings: Settings, step: int, model, optimizer_s
         other.unlink()
 
 
-def load(path: pathlib.Path, settings: Settings, model, optimizer_state):
-    digest, _, body = path.read_bytes().partition(b"\n")
-    if hashlib.sha256(body).hexdigest().encode() != digest:
-        raise Damaged(f"{path} is damaged: its content does not match its SHA-256")
-    header, _, leaves = body.partition(b"\n")
-    header = json.loads(header)
-    mine, theirs = dataclasses.asdict(settings), header["settings"]
-    if mine != theirs:
-        differing = (name for name in mine if mine[name] != theirs.get(name))
-        differences = "; ".join(f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing)
-        raise Stop(f"{path} belongs to a run with other settings: {differences}", 2)
-    model, optimizer_state = eqx.tree_deserialise_leaves(io.BytesIO(leaves), (model, optimizer_state))
-    return header["step"], model, optimizer_state, header["curve"]
-
-
 def load_newest(folder: pathlib.Path, settings: Settings, model, optimizer_state, console: Console):
-    """The newest checkpoint that is whole; damaged ones are named and passed over."""
-    paths = checkpoints(folder)
-    if not paths:
-        raise Stop(f"nothing to resume: there is no checkpoint in {folder}", 2)
-    for path in reversed(paths):
-        try:
-            return load(path, settings, model, optimizer_state)
-        except Damaged as error:
-            console.print(f"{error}; passing it over")
-    raise Stop(f"nothing to resume: every checkpoint in {folder} is damaged")
+    """Step, model, optimizer state and curve of the newest whole checkpoint; damaged ones are named and passed over."""
+    for path in reversed(checkpoints(folder)):
+        digest, _, body = path.read_bytes().partition(b"\n")
+        if hashlib.sha256(body).hexdigest().encode() != digest:
+            console.print(
+                f"{path} is damaged (its content does not match its SHA-256): passing it over", soft_wrap=True
+            )
+            continue
+        header, _, leaves = body.partition(b"\n")
+        header, mine = json.loads(header), dataclasses.asdict(settings)
+        theirs = header["settings"]
+        if differing := [name for name in mine if mine[name] != theirs.get(name)]:
+            differences = "; ".join(f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing)
+            raise Stop(f"{path} belongs to a run with other settings: {differences}", 2)
+        model, optimizer_state = eqx.tree_deserialise_leaves(io.BytesIO(leaves), (model, optimizer_state))
+        return header["step"], model, optimizer_state, header["curve"]
+    raise Stop(f"nothing to resume: there is no whole checkpoint in {folder}", 2)
 
 
 # ------------------------------------------------------------------------------------------------------- training loop
@@ -389,8 +377,7 @@ def train(settings: Settings, folder: pathlib.Path, resume: bool, training, vali
     windows, counts = validation_windows(training, validation, settings.length)
     pause = max(1, settings.steps // 8)  # steps between validations, each with a checkpoint
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=10),
         MofNCompleteColumn(),
         TextColumn("{task.fields[status]}"),
         TimeRemainingColumn(),
@@ -410,7 +397,7 @@ def train(settings: Settings, folder: pathlib.Path, resume: bool, training, vali
                 )
             bits = BITS * float(loss)
             curve["training"].append(bits)
-            status = f"loss {float(loss):.3f}  bits/byte {bits:.3f}"
+            status = f"loss {float(loss):.3f}  {bits:.3f} bits/byte"
             if step == first + 1:
                 console.print(f"first step after {time.perf_counter() - started:.1f} s, most of them compilation")
             else:
@@ -490,7 +477,7 @@ def report(model, curve: dict, settings: Settings, folder: pathlib.Path, trainin
     table = Table(title=f"bits per byte on the {len(validation)} validation bytes")
     table.add_column("model")
     table.add_column("bits per byte", justify="right")
-    table.add_row(f"[bold]{settings.mixer}", f"[bold]{curve['validation'][-1][1]:.3f}")
+    table.add_row(settings.mixer, f"{curve['validation'][-1][1]:.3f}", style="bold")
     for name, bits in sorted(baselines.items(), key=lambda item: item[1]):
         table.add_row(name, f"{bits:.3f}")
     console.print(table)
@@ -509,7 +496,7 @@ def report(model, curve: dict, settings: Settings, folder: pathlib.Path, trainin
 
     window = jnp.asarray(validation[: 2 * settings.length], jnp.int32)  # twice as far as attention sees
     stepped, _ = run_steps(model, window, model.init_state())
-    difference = float(jnp.max(jnp.abs(stepped - model(window))))
+    difference = float(jnp.max(jnp.abs(stepped - eqx.filter_jit(model)(window))))
     console.print(f"parallel against step by step over {len(window)} bytes: logits differ by at most {difference:.1e}")
     console.print(f"written to {folder}: curve.png, curve.json, sample.txt, checkpoints", soft_wrap=True)
     if not difference <= STEP_TOLERANCE:
@@ -525,32 +512,24 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help lists the options)\n")
 
 
-def positive(kind):
-    def convert(text: str):
-        value = kind(text)
-        if not 0 < value < math.inf:
-            raise ValueError
-        return value
-
-    convert.__name__ = f"positive {kind.__name__}"  # argparse: "invalid positive int value: '0'"
-    return convert
-
-
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog="language_model", description=__doc__.partition("\n")[0])
     parser.add_argument("--mixer", choices=("gdn", "kda", "gdn2", "sla"), default="gdn")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="default: Python's help topics")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/<mixer>")
     parser.add_argument("--resume", action="store_true", help="go on from the newest whole checkpoint in DIR")
-    parser.add_argument("--steps", type=positive(int), default=845)
+    parser.add_argument("--steps", type=int, default=845)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--learning-rate", type=positive(float), default=4e-3)
-    parser.add_argument("--width", type=positive(int), default=128, help="a multiple of 32")
-    parser.add_argument("--blocks", type=positive(int), default=4, help="every fourth one is softmax attention")
-    parser.add_argument("--batch", type=positive(int), default=4)
-    parser.add_argument("--length", type=positive(int), default=256, help="bytes per window")
+    parser.add_argument("--learning-rate", type=float, default=4e-3)
+    parser.add_argument("--width", type=int, default=128, help="a multiple of 32")
+    parser.add_argument("--blocks", type=int, default=4, help="every fourth one is softmax attention")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=256, help="bytes per window")
     options = parser.parse_args(arguments)
     options.out = options.out or pathlib.Path("runs") / options.mixer
+    for name in ("steps", "learning_rate", "width", "blocks", "batch", "length"):
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be positive")
     if options.width % 32:
         parser.error(f"--width is {options.width}; it must be a multiple of 32, the width of a head")
     if options.seed < 0:
@@ -579,13 +558,15 @@ def run(options: argparse.Namespace, console: Console) -> int:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     try:
-        return run(options, Console(highlight=False))
+        return run(options, Console(highlight=False, markup=False))
     except Stop as stop:
-        print(f"language_model: {stop}", file=sys.stderr)
-        return stop.code
+        message, code = stop, stop.code
+    except OSError as error:  # a full disk, say
+        message, code = error, 1
     except KeyboardInterrupt:
-        print("language_model: interrupted", file=sys.stderr)
-        return 130
+        message, code = "interrupted", 130
+    print(f"language_model: {message}", file=sys.stderr)
+    return code
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """The demo, on tiny settings: its arithmetic, its checkpoints, Ctrl-C, and what it prints and writes."""
 
+import dataclasses
 import functools
 import hashlib
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -18,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rich.console
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model.py"
 STEPS = 8
@@ -80,8 +83,10 @@ def run(finished, tmp_path) -> pathlib.Path:
 
 
 def small_settings(**changes):
-    known = dict(mixer="gdn", width=32, blocks=4, length=32, batch=2, steps=8, learning_rate=1e-2, seed=3, text="none")
-    return demo.Settings(**(known | changes))
+    settings = demo.Settings(
+        "gdn", width=32, blocks=4, length=32, batch=2, steps=8, learning_rate=1e-2, seed=3, text="none"
+    )
+    return dataclasses.replace(settings, **changes)
 
 
 # ---------------------------------------------------------------------------------------------------------- arithmetic
@@ -115,7 +120,7 @@ class BigramModel(eqx.Module):
 def test_evaluate_agrees_with_the_bigram_counted_directly(text):
     training, validation = np.split(np.frombuffer(text.read_bytes(), np.uint8), [5000])
     counts = np.full((256, 256), 0.1)
-    for first, second in zip(training[:-1], training[1:]):
+    for first, second in itertools.pairwise(training):
         counts[first, second] += 1
     model = BigramModel(jnp.log(jnp.asarray(counts / counts.sum(1, keepdims=True), jnp.float32)))
     evaluated = demo.evaluate(model, *demo.validation_windows(training, validation, 32))
@@ -275,7 +280,7 @@ def test_ctrl_c_in_a_terminal_session_saves_a_whole_checkpoint(arguments, tmp_pa
     settings = demo.Settings(**json.loads(path.read_bytes().split(b"\n")[1])["settings"])
     model = demo.LanguageModel(settings, key=jax.random.key(0))
     state = demo.make_optimizer(settings).init(eqx.filter(model, eqx.is_inexact_array))
-    step, model, _, curve = demo.load(path, settings, model, state)
+    step, model, _, curve = demo.load_newest(path.parent, settings, model, state, rich.console.Console())
     assert len(curve["training"]) == step
     assert all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array)))
 
@@ -303,7 +308,7 @@ def test_damaged_checkpoint_is_refused_and_the_one_before_it_used(damage, run, f
     newest.write_bytes(damage(content))
     assert demo.main([*arguments, "--resume"]) == 0
     output = capsys.readouterr().out.replace("\n", "")
-    assert "step-00000008.checkpoint is damaged: its content does not match its SHA-256" in output
+    assert "step-00000008.checkpoint is damaged (its content does not match its SHA-256)" in output
     assert "resuming after step 7" in output
     for name in (
         "curve.json",
@@ -317,9 +322,10 @@ def test_when_every_checkpoint_is_damaged_nothing_is_trained_or_removed(run, arg
     for path in run.glob("*.checkpoint"):
         path.write_bytes(path.read_bytes()[:-1])
         before[path] = path.read_bytes()
-    assert demo.main([*arguments, "--resume"]) == 1
-    error = capsys.readouterr().err
-    assert f"every checkpoint in {run} is damaged" in error and error.count("\n") == 1
+    assert demo.main([*arguments, "--resume"]) == 2
+    output, error = capsys.readouterr()
+    assert output.count(" is damaged ") == 2
+    assert error == f"language_model: nothing to resume: there is no whole checkpoint in {run}\n"
     assert {path: path.read_bytes() for path in run.glob("*.checkpoint")} == before
 
 
@@ -389,15 +395,15 @@ def test_file_survives_a_full_disk(tmp_path, monkeypatch):
     "change, message",
     [
         (["--mixer", "lstm"], "invalid choice: 'lstm'"),
-        (["--steps", "0"], "invalid positive int value: '0'"),
-        (["--steps", "ten"], "invalid positive int value: 'ten'"),
-        (["--learning-rate", "nan"], "invalid positive float value: 'nan'"),
+        (["--steps", "0"], "--steps is 0; it must be positive"),
+        (["--steps", "ten"], "invalid int value: 'ten'"),
+        (["--learning-rate", "nan"], "--learning-rate is nan; it must be positive"),
         (["--width", "48"], "--width is 48; it must be a multiple of 32"),
         (["--seed", "-1"], "--seed is -1; it must not be negative"),
         (["--colour"], "unrecognized arguments: --colour"),
         (["--text", "no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--length", "400"], "--length 400 needs 8000"),
-        (["--resume"], "nothing to resume: there is no checkpoint in"),
+        (["--resume"], "nothing to resume: there is no whole checkpoint in"),
     ],
 )
 def test_bad_arguments_are_answered_in_one_line(arguments, change, message, capsys):
