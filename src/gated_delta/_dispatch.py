@@ -1,0 +1,78 @@
+"""The only file that knows every backend: which one runs a problem, and why the others cannot."""
+
+import dataclasses
+
+from ._backend import AbstractBackend, Problem
+from ._chunked import Chunked
+from ._recurrent import Recurrent
+
+
+def backends() -> tuple[AbstractBackend, ...]:
+    """Every backend with its default options, in the order in which they are tried."""
+    return (Chunked(), Recurrent())
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which backend runs a call. `print` it.
+
+    **Attributes:**
+
+    - `chosen`: the backend that runs it.
+    - `reasons`: for every backend tried, by name: `None` if it can run, else why not.
+    - `problem`: the shapes, dtypes and gate granularities of the call in one line.
+    """
+
+    chosen: AbstractBackend
+    reasons: dict[str, str | None]
+    problem: str
+
+    def __str__(self) -> str:
+        lines = [self.problem]
+        for name, reason in self.reasons.items():
+            verdict = f"cannot run: {reason}" if reason else "runs" if name == str(self.chosen) else "could run"
+            lines.append(f"  {name}: {verdict}")
+        return "\n".join(lines)
+
+
+def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
+    """The backend named, or else the first that can run.
+
+    **Raises:** `TypeError` if `named` is no backend, `ValueError` if it cannot run `problem`.
+    """
+    if named is None:
+        return next(backend for backend in backends() if backend.why_not(problem) is None)
+    if not isinstance(named, AbstractBackend):
+        raise TypeError(
+            f"`backend` must be a backend such as `gated_delta.Chunked()`, or None, but a {type(named).__name__} came."
+        )
+    reason = named.why_not(problem)
+    if reason is not None:
+        raise ValueError(
+            f"{named} cannot run: {reason}. A named backend is never replaced; `backend=None` takes the first that can "
+            "run, and `gated_delta.explain` lists them."
+        )
+    return named
+
+
+def explain_problem(problem: Problem, named: AbstractBackend | None) -> Explanation:
+    tried = backends() if named is None else (named, *(b for b in backends() if b != named))
+    reasons = {str(backend): backend.why_not(problem) for backend in tried}
+    return Explanation(choose(problem, named), reasons, describe(problem))
+
+
+def describe(problem: Problem) -> str:
+    """Shapes, dtype and gate granularities of a problem in one line."""
+    batch, time, key_heads, key_dim = problem.k.shape
+    owners, width = problem.v.shape[2:]
+
+    def granularity(x, names):
+        return names[0] if x is None else names.get(x.shape[-1], f"{x.shape[-1]} groups")
+
+    decay = granularity(problem.log_decay, {0: "none", 1: "head", key_dim: "channel"})
+    erase = granularity(problem.erase, {0: "none", 1: "head", key_dim: "channel"})
+    write = "as erase" if problem.tied else granularity(problem.write, {0: "one", 1: "head", width: "channel"})
+    return (
+        f"batch {batch}, time {time}, key_heads {key_heads}, key_dim {key_dim}, states of {owners} x {key_dim} x {width}, "
+        f"{problem.operand.name} operands; decay: {decay}, erase: {erase}, write: {write}; inverse: {problem.inverse}"
+    )

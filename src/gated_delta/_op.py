@@ -1,0 +1,625 @@
+"""The operator: check what came, bring it into one form, choose a backend, and give the result its outer form."""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from ._backend import AbstractBackend, Packing, Problem, spread_heads
+from ._dispatch import Explanation, choose, explain_problem
+from ._gates import Gates, limit_log_decay
+from ._recurrent import Recurrent
+from ._tile import widen
+from ._types import Scalar, accumulation_dtype, as_float_array, operand_dtype
+
+_PRECISIONS = ("default", "high", "highest")
+
+
+def gated_delta(
+    q: Any,
+    k: Any,
+    v: Any,
+    gates: Gates,
+    *,
+    initial_state: Any = None,
+    segment_ids: Any = None,
+    cu_seqlens: Any = None,
+    num_segments: int | None = None,
+    scale: Scalar | None = None,
+    inverse: str = "exact",
+    precision: str | lax.Precision | None = None,
+    backend: AbstractBackend | None = None,
+    checked: bool = False,
+) -> tuple[Float[Array, "batch time value_heads value_dim"], Float[Array, "*states value_heads key_dim value_dim"]]:
+    r"""Run the gated delta rule over a batch of sequences.
+
+    Each token decays the state, reads what its key already recalls, writes the difference, and is read by its query:
+
+    $$\bar S_t = \exp(g_t) \odot S_{t-1}, \qquad
+      S_t = \bar S_t + k_t (w_t \odot v_t - \bar S_t^\top (e_t \odot k_t))^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t,$$
+
+    with $g$ = `gates.log_decay`, $e$ = `gates.erase`, $w$ = `gates.write`. Value head `j` uses query and key head
+    `j // (value_heads // key_heads)`.
+
+    **Arguments:**
+
+    - `q`, `k`: `[batch, time, key_heads, key_dim]`, any float dtype. Unit-norm keys for the bounds of the numerics page
+        to hold. `q` is not scaled yet.
+    - `v`: `[batch, time, value_heads, value_dim]`, `value_heads` a multiple of `key_heads`.
+    - `gates`: final values; see `Gates`.
+    - `initial_state`: `[states, value_heads, key_dim, value_dim]`, key axis first; zeros if `None`. `states` is `batch`,
+        or the number of documents with `cu_seqlens`; with `num_segments` the shape is
+        `[batch, num_segments, value_heads, key_dim, value_dim]`. Pass the last result back to continue.
+    - `segment_ids`: `[batch, time]` integers, rising along time: tokens with different ids do not see each other;
+        negative is padding (output 0, state untouched). Without `num_segments` the initial state belongs to the first
+        document of each row, and the final state is the one after the last real token.
+    - `num_segments`: static. Ids lie in `[0, num_segments)`, and document `i` begins with `initial_state[:, i]` and
+        leaves `final_state[:, i]`; a document without tokens leaves what it was given.
+    - `cu_seqlens`: `[documents + 1]` integer offsets for `batch == 1`, from 0, rising; document `i` is
+        `cu_seqlens[i]:cu_seqlens[i + 1]`. Tokens past the last offset are padding.
+    - `scale`: multiplies the query; `key_dim ** -0.5` if `None`. A Python number is static under `jit`.
+    - `inverse`: how a chunk is solved: `"exact"`, `"approx"`, `"substitution"` or `"truncated:m"`. The numerics page
+        has the error each promises.
+    - `precision`: of the matrix products of float32 inputs, in the words of `jax.lax.Precision`; `"highest"` if `None`.
+    - `backend`: `None` takes the first that can run; `gated_delta.explain` says which and why the others cannot. A
+        backend you name is used or raises: it is never replaced.
+    - `checked`: raise at run time, under `jit` too, for values that are otherwise limited (see below). It does not export.
+
+    **Returns:** outputs `[batch, time, value_heads, value_dim]` in the dtype of `v`, and the state after the last token,
+    float32 (float64 if any of `q`, `k`, `v` is), in the shape of `initial_state`.
+
+    Products use bfloat16 operands if `q`, `k` and `v` all are bfloat16, float64 if any is, else float32; sums, decays and
+    states are float32 (float64). New values of `segment_ids` and `cu_seqlens` never recompile.
+
+    Traced values cannot be refused, so they are limited, alike in every backend: a log decay above 0 to 0 with zero
+    gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token that is
+    not finite (NaN, infinite, or a key whose squared norm overflows) spoils outputs and state of its own document and
+    heads from there on, and nothing else.
+
+    **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
+    promises where they are concrete, and if the named backend cannot run.
+
+    ??? cite "Reference"
+        Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464; the general gates: arXiv:2605.22791.
+    """
+    call = _prepare(
+        q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
+    )
+    if call.problem is None:
+        return call.nothing()
+    return call.finish(choose(call.problem, backend)(call.problem))
+
+
+def gated_delta_step(
+    q: Any,
+    k: Any,
+    v: Any,
+    gates: Gates,
+    state: Any = None,
+    *,
+    scale: Scalar | None = None,
+    checked: bool = False,
+) -> tuple[Float[Array, "batch value_heads value_dim"], Float[Array, "batch value_heads key_dim value_dim"]]:
+    """Run one token of every sequence, by the recurrence: the decoding form of `gated_delta`.
+
+    **Arguments:** as for `gated_delta` without its time axis: `q`, `k` are `[batch, key_heads, key_dim]`, `v` is
+    `[batch, value_heads, value_dim]`, gates are `[batch, heads, 1 | groups | dim]`, and `state` is
+    `[batch, value_heads, key_dim, value_dim]`, zeros if `None`.
+
+    **Returns:** outputs in the dtype of `v`, and the new state. Feeding tokens one by one equals one call of `gated_delta`.
+
+    **Raises:** as `gated_delta`.
+    """
+    arrays = {name: as_float_array(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
+    for name, value in arrays.items():
+        if value.ndim != 3:
+            raise ValueError(
+                f"`gated_delta_step` needs `{name}` to be [batch, heads, dim] (no time axis), but its shape is {value.shape}."
+            )
+    q, k, v = (value[:, None] for value in arrays.values())
+    gates = jax.tree.map(lambda x: x[:, None], _check_gates_type(gates))
+    out, state = gated_delta(q, k, v, gates, initial_state=state, scale=scale, backend=Recurrent(), checked=checked)
+    return out[:, 0], state
+
+
+def explain(
+    q: Any,
+    k: Any,
+    v: Any,
+    gates: Gates,
+    *,
+    initial_state: Any = None,
+    segment_ids: Any = None,
+    cu_seqlens: Any = None,
+    num_segments: int | None = None,
+    scale: Scalar | None = None,
+    inverse: str = "exact",
+    precision: str | lax.Precision | None = None,
+    backend: AbstractBackend | None = None,
+    checked: bool = False,
+) -> Explanation:
+    """Say which backend `gated_delta` would run for these arguments, and why each other cannot. Computes nothing.
+
+    Takes `gated_delta`'s arguments; any array may be a `jax.ShapeDtypeStruct`. `print` the result.
+
+    **Raises:** what `gated_delta` would raise for the shapes, dtypes and options given.
+    """
+    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens, scale)
+
+    def prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, scale):
+        call = _prepare(
+            q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
+        )
+        return call.problem
+
+    problem = eqx.filter_eval_shape(prepare, *arrays)
+    if problem is None:
+        raise ValueError("`explain` needs at least one token and one batch row: an empty call runs no backend.")
+    return explain_problem(problem, backend)
+
+
+# ---- from the outer form to a Problem and back -------------------------------------------------------------------------
+
+
+class _Call(eqx.Module):
+    """A checked call: the problem for a backend, and how to give its result the outer form."""
+
+    problem: Problem | None
+    group: int = eqx.field(static=True)  # value heads side by side in one owner's width
+    dtype: Any = eqx.field(static=True)
+    out_shape: tuple[int, ...] = eqx.field(static=True)
+    state_shape: tuple[int, ...] = eqx.field(static=True)
+    real: Bool[Array, "batch time"] | None
+    spoiled: Bool[Array, "batch time value_heads"] | None
+    spoiled_state: Bool[Array, "batch slots value_heads"] | None
+    initial_state: Float[Array, "..."] | None
+    state_dtype: Any = eqx.field(static=True)
+
+    def nothing(self):
+        """No token: no output, and every state as it came."""
+        state = self.initial_state
+        if state is None:
+            state = jnp.zeros(self.state_shape, self.state_dtype)
+        return jnp.zeros(self.out_shape, self.dtype), state.reshape(self.state_shape)
+
+    def finish(self, result):
+        out, state = result
+        out = out.reshape(self.out_shape)
+        batch, slots, owners, key_dim, width = state.shape
+        state = state.reshape(batch, slots, owners, key_dim, self.group, width // self.group)
+        state = jnp.swapaxes(state, 3, 4).reshape(batch, slots, owners * self.group, key_dim, width // self.group)
+        if self.spoiled is not None:
+            out = jnp.where(self.spoiled[..., None], jnp.nan, out)
+            state = jnp.where(self.spoiled_state[..., None, None], jnp.nan, state)
+        if self.real is not None:
+            out = jnp.where(self.real[..., None, None], out, 0)
+        return out.astype(self.dtype), state.reshape(self.state_shape)
+
+
+def _prepare(
+    q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
+) -> _Call:
+    q, k, v = (as_float_array(name, value) for name, value in (("q", q), ("k", k), ("v", v)))
+    _check_shapes(q, k, v)
+    gates = _check_gates_type(gates)
+    batch, time, key_heads, key_dim = k.shape
+    value_heads, value_dim = v.shape[2:]
+    operand = operand_dtype(q.dtype, k.dtype, v.dtype)
+    dtype = accumulation_dtype(operand)
+    log_decay, erase, write, owners = _check_gates(gates, k.shape, v.shape)
+    _check_inverse(inverse, gates, operand)
+    precision = _check_precision(precision)
+    scale = _check_scale(scale, key_dim)
+    packing, real, states = _check_packing(segment_ids, cu_seqlens, num_segments, batch, time)
+    state_shape = (*states, value_heads, key_dim, value_dim)
+    slots = math.prod(states) // max(batch, 1) if cu_seqlens is None else states[0]
+    if initial_state is not None:
+        initial_state = as_float_array("initial_state", initial_state)
+        if initial_state.shape != state_shape:
+            raise ValueError(
+                f"`initial_state` must be {_state_axes(cu_seqlens, num_segments)} = {state_shape}, key axis first, but "
+                f"its shape is {initial_state.shape}."
+            )
+        initial_state = initial_state.astype(dtype)
+    log_decay, erase = _check_values(gates, log_decay, erase, checked)
+
+    group = value_heads // owners
+    call = dict(
+        group=group, dtype=v.dtype, out_shape=v.shape, state_shape=state_shape, real=real, state_dtype=dtype
+    )
+    if time == 0 or batch == 0 or slots == 0:
+        return _Call(None, spoiled=None, spoiled_state=None, initial_state=initial_state, **call)
+
+    log_decay = None if log_decay is None else log_decay.astype(dtype)
+    erase, write = (None if x is None else x.astype(_at_least(x.dtype, operand)) for x in (erase, write))
+    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "erase": erase, "write": write}
+    arrays = {name: None if x is None else _keep(x, real) for name, x in arrays.items()}
+    if initial_state is not None:
+        initial_state = initial_state.reshape(batch, slots, *state_shape[-3:])
+    arrays, initial_state, spoiled, spoiled_state = _contain(arrays, initial_state, packing, slots)
+    if arrays["log_decay"] is not None:
+        arrays["log_decay"] = limit_log_decay(arrays["log_decay"])
+    if initial_state is not None:
+        state = initial_state.reshape(batch, slots, owners, group, key_dim, value_dim)
+        initial_state = jnp.swapaxes(state, 3, 4).reshape(batch, slots, owners, key_dim, group * value_dim)
+    problem = Problem(
+        q=arrays["q"].astype(operand),
+        k=arrays["k"].astype(operand),
+        v=arrays["v"].astype(operand).reshape(batch, time, owners, group * value_dim),
+        log_decay=arrays["log_decay"],
+        erase=arrays["erase"],
+        write=_group_write(arrays["write"], key_heads, owners, group, value_dim),
+        initial_state=initial_state,
+        packing=packing,
+        scale=scale,
+        tied=gates.is_tied,
+        slots=slots,
+        inverse=inverse,
+        precision=precision,
+        erase_max=gates.erase_max,
+        log_decay_min=gates.log_decay_min,
+    )
+    return _Call(problem, spoiled=spoiled, spoiled_state=spoiled_state, initial_state=None, **call)
+
+
+def _at_least(dtype, operand):
+    """Gates keep their dtype, float16 becomes float32, and nothing is narrower than bfloat16 or wider than the operands."""
+    if operand == jnp.float64:
+        return operand
+    return jnp.dtype(jnp.bfloat16) if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
+
+
+def _keep(x, real):
+    return x if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+
+
+def _group_write(write, key_heads, owners, group, value_dim):
+    """The write gate per owner: `[..., owners, 1 | group | group * value_dim]`."""
+    if write is None:
+        return None
+    batch, time, heads, dim = write.shape
+    if heads == owners * group:
+        return write.reshape(batch, time, owners, group * dim)
+    if heads != owners:  # one per key head, while the value heads own the states
+        return spread_heads(write, owners, axis=2)
+    return write if dim == 1 else jnp.tile(write, group)  # one per key head, shared by its group
+
+
+def _contain(arrays, initial_state, packing, slots):
+    """Take every token that is not finite out of the problem, and say which outputs and states it spoils.
+
+    A token with a non-finite query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a value
+    or value-owned gate for its own head. Marking the followers is then a select, so nothing leaks, in gradients neither.
+    """
+    k, v = arrays["k"], arrays["v"]
+    key_heads, value_heads = k.shape[2], v.shape[2]
+
+    def finite(x, axis=-1):
+        return jnp.all(jnp.isfinite(x), axis=axis)
+
+    squared = jnp.sum(jnp.square(k.astype(accumulation_dtype(k.dtype))), axis=-1)
+    by_key = jnp.isfinite(squared) & finite(arrays["q"])
+    by_value = finite(v)
+    for name in ("log_decay", "erase", "write"):
+        gate = arrays[name]
+        if gate is None:
+            continue
+        fine = finite(jnp.where(gate == -jnp.inf, 0, gate) if name == "log_decay" else gate)
+        if gate.shape[2] == key_heads:
+            by_key = by_key & fine
+        else:
+            by_value = by_value & fine
+    fine = {key_heads: by_key, value_heads: by_value & spread_heads(by_key, value_heads, axis=2)}
+    bad = ~fine[value_heads]
+    if key_heads == value_heads:
+        fine = {value_heads: ~bad}
+    clean = {
+        name: None if x is None else jnp.where(fine[x.shape[2]][..., None], x, 0) for name, x in arrays.items()
+    }
+
+    bad_state = jnp.zeros((k.shape[0], slots, value_heads), bool)
+    if initial_state is not None:
+        bad_state = ~jnp.all(jnp.isfinite(initial_state), axis=(-2, -1))
+        initial_state = jnp.where(bad_state[..., None, None], 0, initial_state)
+    spoiled, spoiled_state = _spread_damage(bad, bad_state, packing)
+    return clean, initial_state, spoiled, spoiled_state
+
+
+def _spread_damage(bad, bad_state, packing):
+    """Bad tokens `[batch, time, heads]` and bad initial states `[batch, slots, heads]` to all that they spoil."""
+    time = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None]
+    latest = lax.cummax(jnp.where(bad, time, -1), axis=1)
+    if packing is None or packing.slot is None:
+        begins = jnp.zeros((1, 1), jnp.int32) if packing is None else _begins(packing.start)
+        entered = begins == 0 if packing is None else packing.document == 0
+        spoiled = (latest >= begins[..., None]) | (entered[..., None] & bad_state)
+        return spoiled, spoiled[:, -1:]
+    rows = jnp.arange(bad.shape[0])[:, None]
+    begun = bad_state.at[rows, packing.slot].get(mode="fill", fill_value=False)
+    spoiled = (latest >= _begins(packing.start)[..., None]) | begun
+    return spoiled, bad_state.at[rows, packing.slot].max(spoiled, mode="drop")
+
+
+def _begins(start: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
+    """Index of the first token of each token's document."""
+    time = jnp.arange(start.shape[1], dtype=jnp.int32)
+    return lax.cummax(jnp.where(start, time, 0), axis=1)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------------
+
+
+def _check_shapes(q, k, v):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"`{name}` must be [batch, time, heads, dim], but its shape is {x.shape}.")
+        if x.shape[2] == 0 or x.shape[3] == 0:
+            raise ValueError(f"`{name}` needs at least one head and one channel, but its shape is {x.shape}.")
+    if k.shape != q.shape:
+        raise ValueError(
+            f"`k` must have the shape of `q`, [batch, time, key_heads, key_dim] = {q.shape}, but its shape is {k.shape}."
+        )
+    if v.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"`v` must share batch and time with `k`, {k.shape[:2]}, but its shape is {v.shape}. The layout is "
+            "[batch, time, heads, dim]."
+        )
+    key_heads, value_heads = k.shape[2], v.shape[2]
+    if value_heads % key_heads:
+        raise ValueError(
+            f"`gated_delta` needs value_heads to be a multiple of key_heads, but v has {value_heads} and k has "
+            f"{key_heads}. Each key head serves an equal group of value heads; if you meant ungrouped heads, project k to "
+            f"{value_heads} heads."
+        )
+
+
+def _check_gates_type(gates) -> Gates:
+    if not isinstance(gates, Gates):
+        raise TypeError(
+            f"`gates` must be a `gated_delta.Gates`, but a {type(gates).__name__} came. Build it with "
+            "`Gates(log_decay, erase, write)`, or with `Gates.tied(beta, log_decay)` where beta both erases and writes."
+        )
+    return gates
+
+
+def _check_gates(gates: Gates, k_shape, v_shape):
+    """Gates with a last axis, and the number of heads that own a state."""
+    batch, time, key_heads, key_dim = k_shape
+    value_heads, value_dim = v_shape[2:]
+    heads = (key_heads, value_heads)
+    out = {}
+    for name, dims, dim_words in (
+        ("log_decay", None, f"1, a number of decay tiles that divides key_dim = {key_dim}, or key_dim"),
+        ("erase", (1, key_dim), f"1 or key_dim = {key_dim}"),
+        ("write", (1, value_dim), f"1 or value_dim = {value_dim}"),
+    ):
+        gate = getattr(gates, name)
+        if gate is None:
+            out[name] = None
+            continue
+        gate = as_float_array(name, gate)
+        gate = gate[..., None] if gate.ndim == 3 else gate
+        head_words = f"{key_heads}" if key_heads == value_heads else f"{key_heads} (key) or {value_heads} (value)"
+        if gate.ndim != 4 or gate.shape[:2] != (batch, time) or gate.shape[2] not in heads:
+            raise ValueError(
+                f"`gates.{name}` must be [batch, time, heads] or [batch, time, heads, dim] with batch {batch}, time "
+                f"{time} and {head_words} heads, but its shape is {gates_shape(gates, name)}."
+            )
+        dim = gate.shape[3]
+        if (dim not in dims) if dims else (dim < 1 or key_dim % dim):
+            raise ValueError(f"The last axis of `gates.{name}` must be {dim_words}, but its shape is {gate.shape}.")
+        out[name] = gate
+    if gates.is_tied and out["erase"].shape[-1] != 1:
+        raise ValueError(
+            f"A tied beta must be one number per head and token, but its shape is {out['erase'].shape}. Give `erase` and "
+            "`write` separately for gates per channel."
+        )
+    owning = {name: out[name].shape[2] for name in ("log_decay", "erase") if out[name] is not None}
+    if len(set(owning.values())) > 1:
+        raise ValueError(
+            "`gates.log_decay` and `gates.erase` must have one owner, but their head counts are "
+            f"{owning['log_decay']} and {owning['erase']}. Repeat the one of the key heads to all {value_heads} value "
+            "heads, or give both per key head."
+        )
+    owners = next(iter(owning.values()), key_heads)
+    return out["log_decay"], out["erase"], out["write"], owners
+
+
+def gates_shape(gates: Gates, name: str) -> tuple[int, ...]:
+    return tuple(getattr(gates, name).shape)
+
+
+def _check_inverse(inverse, gates: Gates, operand):
+    if not isinstance(inverse, str):
+        raise TypeError(f"`inverse` must be a string, but a {type(inverse).__name__} came.")
+    name, _, terms = inverse.partition(":")
+    good = inverse in ("exact", "approx", "substitution") or (
+        name == "truncated" and terms.isdecimal() and int(terms) > 0
+    )
+    if not good:
+        raise ValueError(
+            f"`inverse={inverse!r}` is not known: use 'exact', 'approx', 'substitution' or 'truncated:m' with a number of "
+            "terms m."
+        )
+    if name == "approx" and gates.erase_max > 1:
+        raise ValueError(
+            f"`inverse='approx'` needs gates with `erase_max` of at most 1, but it is {gates.erase_max}: with a doubled "
+            "beta its error reaches 0.7. Use `inverse='exact'`."
+        )
+    if name == "approx" and operand == jnp.float64:
+        raise ValueError("`inverse='approx'` rounds to bfloat16, which float64 inputs cannot mean. Use `inverse='exact'`.")
+    if name == "truncated" and (gates.log_decay is None or gates.log_decay_min is None):
+        raise ValueError(
+            f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared bound, "
+            "`log_decay_min`. Use `inverse='exact'`."
+        )
+
+
+def _check_precision(precision) -> str | None:
+    if precision is None:
+        return None
+    name = precision.name.lower() if isinstance(precision, lax.Precision) else precision
+    if not isinstance(name, str) or name.lower() not in _PRECISIONS:
+        raise ValueError(f"`precision={precision!r}` must be one of {_PRECISIONS}, a `jax.lax.Precision`, or None.")
+    return name.lower()
+
+
+def _check_scale(scale, key_dim):
+    if scale is None:
+        return key_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array)):
+        raise TypeError(f"`scale` must be a number or a scalar array, but a {type(scale).__name__} came.")
+    if isinstance(scale, (int, float)):
+        return float(scale)
+    if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
+        raise ValueError(f"`scale` must be one float number, but it is {scale.dtype}{list(scale.shape)}.")
+    return jnp.asarray(scale)
+
+
+def _check_values(gates: Gates, log_decay, erase, checked):
+    """Gates inside their ranges: by an error where values are concrete, at run time where `checked`."""
+    ranges = []
+    if log_decay is not None:
+        ranges.append(("log_decay", "log_decay", log_decay, gates.log_decay_min, 0.0))
+    if erase is not None:
+        ranges.append(("erase", "erase (beta)" if gates.is_tied else "erase", erase, 0.0, gates.erase_max))
+    out = {"log_decay": log_decay, "erase": erase}
+    for key, name, gate, low, high in ranges:
+        slack = 0.0 if low is None else abs(low) * float(jnp.finfo(gate.dtype).eps)  # a bound rounded to its own dtype
+        below = None if low is None else low - slack
+        if _is_concrete(gate):
+            _check_concrete_range(name, np.asarray(gate), below, high)
+        elif checked:
+            bad = gate > high if below is None else (gate > high) | (gate < below)
+            out[key] = eqx.error_if(gate, bad, _range_message(name, low, high) + ", but the values of this call do not.")
+    return out["log_decay"], out["erase"]
+
+
+def _range_message(name, low, high) -> str:
+    words = f"at most {high:g}" if low is None else f"in [{low:g}, {high:g}]"
+    promise = {"log_decay": " (`log_decay_min`; natural logarithm, so 0 keeps everything)"}.get(
+        name, " (`erase_max` promises the upper end)"
+    )
+    return f"`gates.{name}` must be {words}{promise}"
+
+
+def _check_concrete_range(name, gate, low, high):
+    gate = gate.astype(np.float64) if gate.dtype.itemsize < 8 else gate
+    for bad, extreme, word in (
+        (gate > high, np.nanargmax, "largest"),
+        (gate < low if low is not None else np.zeros(gate.shape, bool), np.nanargmin, "smallest"),
+    ):
+        if bad.any():
+            index = np.unravel_index(extreme(gate), gate.shape)
+            raise ValueError(
+                f"{_range_message(name, low, high)}, but its {word} value is {gate[index]:g}, at index "
+                f"{tuple(int(i) for i in index)}."
+            )
+
+
+def _is_concrete(x) -> bool:
+    return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) and getattr(x, "is_fully_addressable", True)
+
+
+def _state_axes(cu_seqlens, num_segments) -> str:
+    if cu_seqlens is not None:
+        return "[documents, value_heads, key_dim, value_dim]"
+    if num_segments is not None:
+        return "[batch, num_segments, value_heads, key_dim, value_dim]"
+    return "[batch, value_heads, key_dim, value_dim]"
+
+
+# ---- packed documents --------------------------------------------------------------------------------------------------
+
+
+def _check_packing(segment_ids, cu_seqlens, num_segments, batch, time):
+    """The packing, which tokens are real (`None`: all), and the leading axes of the states."""
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError("Give `segment_ids` or `cu_seqlens`, not both: they say the same thing in two ways.")
+    if num_segments is not None and segment_ids is None:
+        raise ValueError("`num_segments` goes with `segment_ids`; with `cu_seqlens` its length says how many documents.")
+    if cu_seqlens is not None:
+        return _packing_from_offsets(_as_int_array("cu_seqlens", cu_seqlens), batch, time)
+    if segment_ids is None:
+        return None, None, (batch,)
+    segment_ids = _as_int_array("segment_ids", segment_ids)
+    if segment_ids.shape != (batch, time):
+        raise ValueError(f"`segment_ids` must be [batch, time] = {(batch, time)}, but its shape is {segment_ids.shape}.")
+    if num_segments is not None and (isinstance(num_segments, bool) or not isinstance(num_segments, int)):
+        raise TypeError(f"`num_segments` must be a Python int, since it is a shape, but a {type(num_segments).__name__} came.")
+    if num_segments is not None and num_segments < 1:
+        raise ValueError(f"`num_segments` must be at least 1, but it is {num_segments}.")
+    _check_ids(segment_ids, num_segments)
+    return _packing_from_ids(segment_ids, num_segments)
+
+
+def _as_int_array(name, value):
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but a {type(value).__name__} came.")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must hold integers, but its dtype is {value.dtype}.")
+    return value
+
+
+def _check_ids(ids, num_segments):
+    if not _is_concrete(ids) or ids.size == 0:
+        return
+    ids = np.asarray(ids)
+    if num_segments is not None and ids.max() >= num_segments:
+        raise ValueError(
+            f"`segment_ids` must be below `num_segments={num_segments}`, but the largest is {ids.max()}."
+        )
+    running = np.maximum.accumulate(ids, axis=1)
+    falls = (ids < running) & (ids >= 0)
+    if falls.any():
+        row, position = (int(i) for i in np.argwhere(falls)[0])
+        raise ValueError(
+            f"`segment_ids` must rise along time, but row {row} falls to {ids[row, position]} at token {position}. Negative "
+            "ids are padding and may stand anywhere."
+        )
+
+
+def _packing_from_ids(ids, num_segments):
+    # Traced ids that fall join the largest before them; ids past `num_segments` are padding.
+    ids = jnp.asarray(ids)
+    real = ids >= 0
+    if num_segments is not None:
+        real = real & (ids < num_segments)
+    ids = lax.cummax(jnp.where(real, ids, -1).astype(jnp.int32), axis=1)
+    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], axis=1)
+    changes = ids != before
+    if num_segments is None:
+        return Packing(changes & (before >= 0), None), real, (ids.shape[0],)
+    slot = jnp.where(ids < 0, num_segments, ids)
+    return Packing(changes, slot), real, (ids.shape[0], num_segments)
+
+
+def _packing_from_offsets(offsets, batch, time):
+    if batch != 1:
+        raise ValueError(
+            f"`cu_seqlens` packs documents along time and needs batch 1, but batch is {batch}. Reshape to one row, or use "
+            "`segment_ids`."
+        )
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"`cu_seqlens` must be [documents + 1], but its shape is {offsets.shape}.")
+    documents = offsets.shape[0] - 1
+    if _is_concrete(offsets):
+        values = np.asarray(offsets)
+        if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > time:
+            raise ValueError(
+                f"`cu_seqlens` must begin with 0, never fall, and end at most at time = {time}, but it is "
+                f"{np.array2string(values, threshold=12)}."
+            )
+    offsets = lax.cummax(jnp.clip(jnp.asarray(offsets), 0, time).astype(jnp.int32))
+    if documents == 0 or time == 0:
+        return None, None, (documents,)
+    position = jnp.arange(time, dtype=jnp.int32)
+    document = jnp.searchsorted(offsets, position, side="right").astype(jnp.int32) - 1
+    real = (document >= 0) & (document < documents)
+    packing, _, _ = _packing_from_ids(jnp.where(real, document, -1)[None], documents)
+    return packing, real[None], (documents,)

@@ -1,0 +1,53 @@
+"""Words shared by every room: axis names, gate granularities, and the dtype policy. Imports nothing of ours."""
+
+from typing import Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+State: TypeAlias = Float[Array, "states value_heads key_dim value_dim"]
+"""Recurrent state, key axis first, float32 (float64 where the inputs are)."""
+
+DecayGranularity: TypeAlias = Literal["none", "head", "tile", "channel"]
+EraseGranularity: TypeAlias = Literal["none", "head", "channel"]
+WriteGranularity: TypeAlias = Literal["one", "head", "channel"]
+Owner: TypeAlias = Literal["key", "value"]
+
+Scalar: TypeAlias = float | int | np.ndarray | np.generic | jax.Array
+
+CHUNK_SIZES = (16, 32, 64, 128)
+"""Tokens that may be solved together. Powers of two: the chunk is halved again and again in `_tile`."""
+
+
+def operand_dtype(*dtypes) -> jnp.dtype:
+    """The dtype of matrix operands: bfloat16 if every input is, float64 if any is, else float32."""
+    dtypes = tuple(jnp.dtype(dtype) for dtype in dtypes)
+    if any(dtype == jnp.float64 for dtype in dtypes):
+        return jnp.dtype(jnp.float64)
+    if all(dtype == jnp.bfloat16 for dtype in dtypes):
+        return jnp.dtype(jnp.bfloat16)
+    return jnp.dtype(jnp.float32)
+
+
+def accumulation_dtype(operand) -> jnp.dtype:
+    """The dtype of sums, log decays, exponentials and the state: float64 for float64 operands, else float32."""
+    return jnp.dtype(jnp.float64) if jnp.dtype(operand) == jnp.float64 else jnp.dtype(jnp.float32)
+
+
+def as_float_array(name: str, value) -> jax.Array | jax.ShapeDtypeStruct:
+    """`value` as a floating-point JAX array; a `jax.ShapeDtypeStruct` passes as it is.
+
+    **Raises:** `TypeError` that says `name` and what came, for anything but a float array of JAX or NumPy.
+    """
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+        raise TypeError(
+            f"`{name}` must be a JAX or NumPy array of floating-point numbers, but a {type(value).__name__} came."
+        )
+    if not jnp.issubdtype(value.dtype, jnp.floating):
+        raise TypeError(
+            f"`{name}` must hold floating-point numbers, but its dtype is {value.dtype}. Convert it, for example with "
+            f"`{name}.astype(jnp.float32)`."
+        )
+    return value if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
