@@ -4,45 +4,26 @@ import abc
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from ._types import accumulation_dtype
-
-
-class Packing(eqx.Module):
-    """Which document each token belongs to, in the form that backends use.
-
-    **Attributes:**
-
-    - `start`: true on the first token of every document that does not begin with the entry state of its row.
-    - `slot`: index of the token's document among the states of its row; padding counts to the document before it, and
-        to no slot (an index equal to `Problem.slots`) where there is none. `None`: a row has one state, which its first
-        document begins with and its last document leaves.
-    """
-
-    start: Bool[Array, "batch time"]
-    slot: Int[Array, "batch time"] | None
-
-    @property
-    def document(self) -> Int[Array, "batch time"]:
-        """Rank of each token's document within its row, rising; padding counts to the document before it."""
-        return jnp.cumsum(self.start.astype(jnp.int32), axis=1)
+from ._packing import Packing
+from ._types import accumulation_dtype, spread_heads
 
 
 class Problem(eqx.Module):
     """One call of the operator, validated and normalised: what a backend gets.
 
     `owners` are the heads that own a state: the key heads, each with the values of its whole group side by side
-    (`width = group * value_dim`), or, where a gate is given per value head, the value heads (`width = value_dim`). Either
-    way owner `g` reads key head `g // (owners / key_heads)`. Padding tokens hold zero vectors and zero gates, so they do
-    nothing. All arrays are finite. Log decays lie in `[log_decay_floor, 0]`.
+    (`width = group * value_dim`), or, where a gate is given per value head, the value heads (`width = value_dim`).
+    Either way owner `g` reads key head `g // (owners / key_heads)`. Padding tokens hold zero vectors and zero gates,
+    so they do nothing. All arrays are finite. Log decays lie in `[log_decay_floor, 0]`.
 
     **Attributes:**
 
     - `q`, `k`, `v`: in the dtype of matrix operands, `operand`.
     - `log_decay`: in the accumulation dtype. `groups` is 1, the number of decay tiles, or key_dim.
-    - `erase`, `write`: `None` for no erase and for a write of 1 (or, where `tied`, of `erase`). The last axis of `write`
-        divides `width`: each entry serves an equal run of it.
+    - `erase`, `write`: `None` for no erase and for a write of 1 (or, where `tied`, of `erase`). The last axis of
+        `write` divides `width`: each entry serves an equal run of it.
     - `initial_state`: one per slot in the accumulation dtype; `None` for zeros.
     - `packing`: `None` where every row is one document.
     - `scale`: multiplies every output.
@@ -97,12 +78,12 @@ class AbstractBackend(eqx.Module):
 def entry_state(problem: Problem) -> Float[Array, "batch owners key_dim width"]:
     """The state each row begins with: its only initial state, or zeros where every document brings its own.
 
-    Zeros are made from the inputs, not from a shape: so they carry the inputs' sharding and manual mesh axes, as the carry
-    of a loop must.
+    Zeros are made from the inputs, not from a shape: so they carry the inputs' sharding and manual mesh axes, as the
+    carry of a loop must.
     """
     if problem.initial_state is not None and not has_own_states(problem):
         return problem.initial_state[:, 0]
-    owners, width = problem.v.shape[2:]
+    owners = problem.v.shape[2]
     keys = (0 * problem.k[:, 0]).astype(problem.accumulation)
     values = (0 * problem.v[:, 0]).astype(problem.accumulation)
     return spread_heads(keys, owners, axis=1)[..., :, None] * values[..., None, :]
@@ -111,14 +92,3 @@ def entry_state(problem: Problem) -> Float[Array, "batch owners key_dim width"]:
 def has_own_states(problem: Problem) -> bool:
     """Whether every document has a state of its own to begin with and to leave."""
     return problem.packing is not None and problem.packing.slot is not None
-
-
-def spread_heads(x: Float[Array, "..."], owners: int, axis: int) -> Float[Array, "..."]:
-    """Give each owner the entry of its key head: head `g // (owners / heads)` along `axis`."""
-    heads = x.shape[axis]
-    if heads == owners:
-        return x
-    split = (*x.shape[: axis + 1], owners // heads, *x.shape[axis + 1 :])
-    return jnp.broadcast_to(jnp.expand_dims(x, axis + 1), split).reshape(
-        *x.shape[:axis], owners, *x.shape[axis + 1 :]
-    )

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states
+from ._backend import AbstractBackend, Problem, Result, entry_state
 from ._tile import Arithmetic, Tile, chunk_step
 from ._types import CHUNK_SIZES
 
@@ -18,9 +18,9 @@ class Chunked(AbstractBackend):
     """Runs chunks of tokens as matrix products, on any platform XLA compiles for.
 
     - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
-    - `residuals`: what is kept for the backward pass beside the inputs. `"states"`: the state that enters each chunk, the
-        rest is recomputed. `"all"`: whatever the backward pass reads. `"none"`: the states of one chunk in eight; the states
-        between them are recomputed too.
+    - `residuals`: what is kept for the backward pass beside the inputs. `"states"`: the state that enters each chunk,
+        the rest is recomputed. `"all"`: whatever the backward pass reads. `"none"`: the states of one chunk in eight;
+        the states between them are recomputed too.
     """
 
     chunk_size: int = eqx.field(static=True, default=64)
@@ -39,7 +39,11 @@ class Chunked(AbstractBackend):
         arithmetic = Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max)
         time = problem.k.shape[1]
         size = min(self.chunk_size, max(1 << (time - 1).bit_length(), CHUNK_SIZES[0]))
-        layout = _layout_documents(problem, size) if has_own_states(problem) else _layout_rows(problem, size)
+        packing = problem.packing
+        if packing is not None and packing.slot is not None:
+            layout = _layout_documents(problem, packing.start, packing.slot, packing.document, size)
+        else:
+            layout = _layout_rows(problem, size)
         tiles = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), layout.tiles)
         bank = problem.initial_state
         rows = jnp.arange(problem.k.shape[0])
@@ -125,12 +129,11 @@ def _layout_rows(problem: Problem, size: int) -> _Layout:
     return _Layout(_tiles(problem, cut, document), None, None, gather)
 
 
-def _layout_documents(problem: Problem, size: int) -> _Layout:
+def _layout_documents(problem: Problem, start, slot, document, size: int) -> _Layout:
     """Begin every document at a new chunk, so that a chunk never holds two: at most one more chunk per document."""
     batch, time = problem.k.shape[:2]
-    packing = problem.packing
     chunks = time // size + problem.slots + 1  # the one more: padding before the first document
-    target = jax.vmap(lambda document: _aligned_positions(document, size, problem.slots + 1))(packing.document)
+    target = jax.vmap(lambda document: _aligned_positions(document, size, problem.slots + 1))(document)
     source = jnp.full((batch, chunks * size), time, target.dtype)
     source = jax.vmap(lambda s, t: s.at[t].set(jnp.arange(time, dtype=t.dtype)))(source, target)
 
@@ -143,8 +146,8 @@ def _layout_documents(problem: Problem, size: int) -> _Layout:
         return jax.vmap(lambda x, t: x[t])(out, target)
 
     first = source[:, ::size]
-    begin = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=False))(packing.start, first)
-    slot = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=problem.slots))(packing.slot, first)
+    begin = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=False))(start, first)
+    slot = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=problem.slots))(slot, first)
     return _Layout(_tiles(problem, cut, None), begin, slot, gather)
 
 
@@ -159,6 +162,6 @@ def _aligned_positions(document: Int[Array, " time"], size: int, documents: int)
 
 def _tiles(problem: Problem, cut, document) -> Tile:
     write = problem.erase if problem.tied else problem.write
-    arrays = (problem.q, problem.k, problem.v, problem.log_decay, problem.erase, write)
-    q, k, v, log_decay, erase, write = (None if x is None else cut(x) for x in arrays)
-    return Tile(q, k, v, log_decay, erase, write, document)
+    optional = (problem.log_decay, problem.erase, write)
+    log_decay, erase, write = (None if x is None else cut(x) for x in optional)
+    return Tile(cut(problem.q), cut(problem.k), cut(problem.v), log_decay, erase, write, document)

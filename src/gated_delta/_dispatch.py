@@ -73,6 +73,7 @@ def describe(problem: Problem) -> str:
     erase = granularity(problem.erase, {0: "none", 1: "head", key_dim: "channel"})
     write = "as erase" if problem.tied else granularity(problem.write, {0: "one", 1: "head", width: "channel"})
     return (
-        f"batch {batch}, time {time}, key_heads {key_heads}, key_dim {key_dim}, states of {owners} x {key_dim} x {width}, "
+        f"batch {batch}, time {time}, key_heads {key_heads}, key_dim {key_dim}, "
+        f"{owners} states of {key_dim} x {width}, "
         f"{problem.operand.name} operands; decay: {decay}, erase: {erase}, write: {write}; inverse: {problem.inverse}"
     )

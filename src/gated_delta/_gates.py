@@ -28,7 +28,8 @@ class Gates(eqx.Module):
 
     - `log_decay`: `[batch, time, owners, 1 | tiles | key_dim]`, natural logarithm of the retained fraction, in nats
         per token, at most 0; `-inf` forgets everything. `None`: no decay.
-    - `erase`: `[batch, time, owners, 1 | key_dim]`, weight of the old reading, in `[0, erase_max]`. `None`: never erase.
+    - `erase`: `[batch, time, owners, 1 | key_dim]`, weight of the old reading, in `[0, erase_max]`. `None`: never
+        erase.
     - `write`: `[batch, time, value_heads | key_heads, 1 | value_dim]`, weight of the new value. `None`: write with 1,
         or, where `is_tied`, with `erase`.
 
@@ -85,7 +86,7 @@ def _check_promises(erase_max, log_decay_min):
         )
     if not decay_ok:
         raise ValueError(
-            f"`Gates(log_decay_min={log_decay_min})` must be negative: it is the smallest log decay, in nats per token. "
+            f"`Gates(log_decay_min={log_decay_min})` must be negative: it is the smallest log decay in nats per token. "
             "Leave it `None` where there is no bound."
         )
 

@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from ._backend import AbstractBackend, Packing, Problem, spread_heads
+from ._backend import AbstractBackend, Problem
 from ._dispatch import Explanation, choose, explain_problem
+from ._finite import contain
 from ._gates import Gates, limit_log_decay
+from ._packing import check_packing
 from ._recurrent import Recurrent
-from ._tile import widen
-from ._types import Scalar, accumulation_dtype, as_float_array, operand_dtype
+from ._types import Scalar, accumulation_dtype, as_float_array, is_concrete, operand_dtype, spread_heads
 
 _PRECISIONS = ("default", "high", "highest")
 
@@ -41,7 +42,8 @@ def gated_delta(
     Each token decays the state, reads what its key already recalls, writes the difference, and is read by its query:
 
     $$\bar S_t = \exp(g_t) \odot S_{t-1}, \qquad
-      S_t = \bar S_t + k_t (w_t \odot v_t - \bar S_t^\top (e_t \odot k_t))^\top, \qquad o_t = \mathrm{scale}\; S_t^\top q_t,$$
+      S_t = \bar S_t + k_t (w_t \odot v_t - \bar S_t^\top (e_t \odot k_t))^\top, \qquad o_t = \mathrm{scale}\; S_t^\top
+      q_t,$$
 
     with $g$ = `gates.log_decay`, $e$ = `gates.erase`, $w$ = `gates.write`. Value head `j` uses query and key head
     `j // (value_heads // key_heads)`.
@@ -52,8 +54,8 @@ def gated_delta(
         to hold. `q` is not scaled yet.
     - `v`: `[batch, time, value_heads, value_dim]`, `value_heads` a multiple of `key_heads`.
     - `gates`: final values; see `Gates`.
-    - `initial_state`: `[states, value_heads, key_dim, value_dim]`, key axis first; zeros if `None`. `states` is `batch`,
-        or the number of documents with `cu_seqlens`; with `num_segments` the shape is
+    - `initial_state`: `[states, value_heads, key_dim, value_dim]`, key axis first; zeros if `None`. `states` is
+        `batch`, or the number of documents with `cu_seqlens`; with `num_segments` the shape is
         `[batch, num_segments, value_heads, key_dim, value_dim]`. Pass the last result back to continue.
     - `segment_ids`: `[batch, time]` integers, rising along time: tokens with different ids do not see each other;
         negative is padding (output 0, state untouched). Without `num_segments` the initial state belongs to the first
@@ -68,24 +70,26 @@ def gated_delta(
     - `precision`: of the matrix products of float32 inputs, in the words of `jax.lax.Precision`; `"highest"` if `None`.
     - `backend`: `None` takes the first that can run; `gated_delta.explain` says which and why the others cannot. A
         backend you name is used or raises: it is never replaced.
-    - `checked`: raise at run time, under `jit` too, for values that are otherwise limited (see below). It does not export.
+    - `checked`: raise at run time, under `jit` too, for values that are otherwise limited (see below). It does not
+        export.
 
-    **Returns:** outputs `[batch, time, value_heads, value_dim]` in the dtype of `v`, and the state after the last token,
-    float32 (float64 if any of `q`, `k`, `v` is), in the shape of `initial_state`.
+    **Returns:** outputs `[batch, time, value_heads, value_dim]` in the dtype of `v`, and the state after the last
+    token, float32 (float64 if any of `q`, `k`, `v` is), in the shape of `initial_state`.
 
-    Products use bfloat16 operands if `q`, `k` and `v` all are bfloat16, float64 if any is, else float32; sums, decays and
-    states are float32 (float64). New values of `segment_ids` and `cu_seqlens` never recompile.
+    Products use bfloat16 operands if `q`, `k` and `v` all are bfloat16, float64 if any is, else float32; sums, decays
+    and states are float32 (float64). New values of `segment_ids` and `cu_seqlens` never recompile.
 
     Traced values cannot be refused, so they are limited, alike in every backend: a log decay above 0 to 0 with zero
-    gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token that is
-    not finite (NaN, infinite, or a key whose squared norm overflows) spoils outputs and state of its own document and
-    heads from there on, and nothing else.
+    gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token
+    that is not finite (NaN, infinite, or a key whose squared norm overflows) spoils outputs and state of its own
+    document and heads from there on, and nothing else.
 
     **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
     promises where they are concrete, and if the named backend cannot run.
 
     ??? cite "Reference"
-        Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464; the general gates: arXiv:2605.22791.
+        Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464; the general gates:
+        arXiv:2605.22791.
     """
     call = _prepare(
         q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
@@ -111,7 +115,8 @@ def gated_delta_step(
     `[batch, value_heads, value_dim]`, gates are `[batch, heads, 1 | groups | dim]`, and `state` is
     `[batch, value_heads, key_dim, value_dim]`, zeros if `None`.
 
-    **Returns:** outputs in the dtype of `v`, and the new state. Feeding tokens one by one equals one call of `gated_delta`.
+    **Returns:** outputs in the dtype of `v`, and the new state. Feeding tokens one by one equals one call of
+    `gated_delta`.
 
     **Raises:** as `gated_delta`.
     """
@@ -119,7 +124,8 @@ def gated_delta_step(
     for name, value in arrays.items():
         if value.ndim != 3:
             raise ValueError(
-                f"`gated_delta_step` needs `{name}` to be [batch, heads, dim] (no time axis), but its shape is {value.shape}."
+                f"`gated_delta_step` needs `{name}` to be [batch, heads, dim], without time, but its shape is "
+                f"{value.shape}."
             )
     q, k, v = (value[:, None] for value in arrays.values())
     gates = jax.tree.map(lambda x: x[:, None], _check_gates_type(gates))
@@ -163,7 +169,7 @@ def explain(
     return explain_problem(problem, backend)
 
 
-# ---- from the outer form to a Problem and back -------------------------------------------------------------------------
+# ---- from the outer form to a Problem and back -----------------------------------------------------------------------
 
 
 class _Call(eqx.Module):
@@ -193,7 +199,7 @@ class _Call(eqx.Module):
         batch, slots, owners, key_dim, width = state.shape
         state = state.reshape(batch, slots, owners, key_dim, self.group, width // self.group)
         state = jnp.swapaxes(state, 3, 4).reshape(batch, slots, owners * self.group, key_dim, width // self.group)
-        if self.spoiled is not None:
+        if self.spoiled is not None and self.spoiled_state is not None:
             out = jnp.where(self.spoiled[..., None], jnp.nan, out)
             state = jnp.where(self.spoiled_state[..., None, None], jnp.nan, state)
         if self.real is not None:
@@ -215,7 +221,7 @@ def _prepare(
     _check_inverse(inverse, gates, operand)
     precision = _check_precision(precision)
     scale = _check_scale(scale, key_dim)
-    packing, real, states = _check_packing(segment_ids, cu_seqlens, num_segments, batch, time)
+    packing, real, states = check_packing(segment_ids, cu_seqlens, num_segments, batch, time, checked)
     state_shape = (*states, value_heads, key_dim, value_dim)
     slots = math.prod(states) // max(batch, 1) if cu_seqlens is None else states[0]
     if initial_state is not None:
@@ -229,7 +235,7 @@ def _prepare(
     log_decay, erase = _check_values(gates, log_decay, erase, checked)
 
     group = value_heads // owners
-    call = dict(
+    call: dict[str, Any] = dict(
         group=group, dtype=v.dtype, out_shape=v.shape, state_shape=state_shape, real=real, state_dtype=dtype
     )
     if time == 0 or batch == 0 or slots == 0:
@@ -237,11 +243,11 @@ def _prepare(
 
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     erase, write = (None if x is None else x.astype(_at_least(x.dtype, operand)) for x in (erase, write))
-    arrays = {"q": q, "k": k, "v": v, "log_decay": log_decay, "erase": erase, "write": write}
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "log_decay": log_decay, "erase": erase, "write": write}
     arrays = {name: None if x is None else _keep(x, real) for name, x in arrays.items()}
     if initial_state is not None:
         initial_state = initial_state.reshape(batch, slots, *state_shape[-3:])
-    arrays, initial_state, spoiled, spoiled_state = _contain(arrays, initial_state, packing, slots)
+    arrays, initial_state, spoiled, spoiled_state = contain(arrays, initial_state, packing, slots)
     if arrays["log_decay"] is not None:
         arrays["log_decay"] = limit_log_decay(arrays["log_decay"])
     if initial_state is not None:
@@ -268,7 +274,8 @@ def _prepare(
 
 
 def _at_least(dtype, operand):
-    """Gates keep their dtype, float16 becomes float32, and nothing is narrower than bfloat16 or wider than the operands."""
+    """Gates keep their dtype, float16 becomes float32, and nothing is narrower than bfloat16 or wider than the
+    operands."""
     if operand == jnp.float64:
         return operand
     return jnp.dtype(jnp.bfloat16) if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
@@ -290,68 +297,7 @@ def _group_write(write, key_heads, owners, group, value_dim):
     return write if dim == 1 else jnp.tile(write, group)  # one per key head, shared by its group
 
 
-def _contain(arrays, initial_state, packing, slots):
-    """Take every token that is not finite out of the problem, and say which outputs and states it spoils.
-
-    A token with a non-finite query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a value
-    or value-owned gate for its own head. Marking the followers is then a select, so nothing leaks, in gradients neither.
-    """
-    k, v = arrays["k"], arrays["v"]
-    key_heads, value_heads = k.shape[2], v.shape[2]
-
-    def finite(x, axis=-1):
-        return jnp.all(jnp.isfinite(x), axis=axis)
-
-    squared = jnp.sum(jnp.square(k.astype(accumulation_dtype(k.dtype))), axis=-1)
-    by_key = jnp.isfinite(squared) & finite(arrays["q"])
-    by_value = finite(v)
-    for name in ("log_decay", "erase", "write"):
-        gate = arrays[name]
-        if gate is None:
-            continue
-        fine = finite(jnp.where(gate == -jnp.inf, 0, gate) if name == "log_decay" else gate)
-        if gate.shape[2] == key_heads:
-            by_key = by_key & fine
-        else:
-            by_value = by_value & fine
-    fine = {key_heads: by_key, value_heads: by_value & spread_heads(by_key, value_heads, axis=2)}
-    bad = ~fine[value_heads]
-    if key_heads == value_heads:
-        fine = {value_heads: ~bad}
-    clean = {
-        name: None if x is None else jnp.where(fine[x.shape[2]][..., None], x, 0) for name, x in arrays.items()
-    }
-
-    bad_state = jnp.zeros((k.shape[0], slots, value_heads), bool)
-    if initial_state is not None:
-        bad_state = ~jnp.all(jnp.isfinite(initial_state), axis=(-2, -1))
-        initial_state = jnp.where(bad_state[..., None, None], 0, initial_state)
-    spoiled, spoiled_state = _spread_damage(bad, bad_state, packing)
-    return clean, initial_state, spoiled, spoiled_state
-
-
-def _spread_damage(bad, bad_state, packing):
-    """Bad tokens `[batch, time, heads]` and bad initial states `[batch, slots, heads]` to all that they spoil."""
-    time = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None]
-    latest = lax.cummax(jnp.where(bad, time, -1), axis=1)
-    if packing is None or packing.slot is None:
-        begins = jnp.zeros((1, 1), jnp.int32) if packing is None else _begins(packing.start)
-        entered = begins == 0 if packing is None else packing.document == 0
-        spoiled = (latest >= begins[..., None]) | (entered[..., None] & bad_state)
-        return spoiled, spoiled[:, -1:]
-    rows = jnp.arange(bad.shape[0])[:, None]
-    begun = bad_state.at[rows, packing.slot].get(mode="fill", fill_value=False)
-    spoiled = (latest >= _begins(packing.start)[..., None]) | begun
-    return spoiled, bad_state.at[rows, packing.slot].max(spoiled, mode="drop")
-
-
-def _begins(start: Bool[Array, "batch time"]) -> Int[Array, "batch time"]:
-    """Index of the first token of each token's document."""
-    time = jnp.arange(start.shape[1], dtype=jnp.int32)
-    return lax.cummax(jnp.where(start, time, 0), axis=1)
-
-
-# ---- checks ------------------------------------------------------------------------------------------------------------
+# ---- checks ----------------------------------------------------------------------------------------------------------
 
 
 def _check_shapes(q, k, v):
@@ -362,7 +308,8 @@ def _check_shapes(q, k, v):
             raise ValueError(f"`{name}` needs at least one head and one channel, but its shape is {x.shape}.")
     if k.shape != q.shape:
         raise ValueError(
-            f"`k` must have the shape of `q`, [batch, time, key_heads, key_dim] = {q.shape}, but its shape is {k.shape}."
+            f"`k` must have the shape of `q`, [batch, time, key_heads, key_dim] = {q.shape}, but its shape is "
+            f"{k.shape}."
         )
     if v.shape[:2] != k.shape[:2]:
         raise ValueError(
@@ -373,8 +320,8 @@ def _check_shapes(q, k, v):
     if value_heads % key_heads:
         raise ValueError(
             f"`gated_delta` needs value_heads to be a multiple of key_heads, but v has {value_heads} and k has "
-            f"{key_heads}. Each key head serves an equal group of value heads; if you meant ungrouped heads, project k to "
-            f"{value_heads} heads."
+            f"{key_heads}. Each key head serves an equal group of value heads; if you meant ungrouped heads, project k "
+            f"to {value_heads} heads."
         )
 
 
@@ -416,8 +363,8 @@ def _check_gates(gates: Gates, k_shape, v_shape):
         out[name] = gate
     if gates.is_tied and out["erase"].shape[-1] != 1:
         raise ValueError(
-            f"A tied beta must be one number per head and token, but its shape is {out['erase'].shape}. Give `erase` and "
-            "`write` separately for gates per channel."
+            f"A tied beta must be one number per head and token, but its shape is {out['erase'].shape}. Give `erase` "
+            "and `write` separately for gates per channel."
         )
     owning = {name: out[name].shape[2] for name in ("log_decay", "erase") if out[name] is not None}
     if len(set(owning.values())) > 1:
@@ -443,20 +390,20 @@ def _check_inverse(inverse, gates: Gates, operand):
     )
     if not good:
         raise ValueError(
-            f"`inverse={inverse!r}` is not known: use 'exact', 'approx', 'substitution' or 'truncated:m' with a number of "
-            "terms m."
+            f"`inverse={inverse!r}` is not known: use 'exact', 'approx', 'substitution' or 'truncated:m' with a number "
+            "of terms m."
         )
     if name == "approx" and gates.erase_max > 1:
         raise ValueError(
-            f"`inverse='approx'` needs gates with `erase_max` of at most 1, but it is {gates.erase_max}: with a doubled "
-            "beta its error reaches 0.7. Use `inverse='exact'`."
+            f"`inverse='approx'` needs gates with `erase_max` of at most 1, but it is {gates.erase_max}: with a "
+            "doubled beta its error reaches 0.7. Use `inverse='exact'`."
         )
     if name == "approx" and operand == jnp.float64:
-        raise ValueError("`inverse='approx'` rounds to bfloat16, which float64 inputs cannot mean. Use `inverse='exact'`.")
+        raise ValueError("`inverse='approx'` rounds to bfloat16: not for float64 inputs. Use `inverse='exact'`.")
     if name == "truncated" and (gates.log_decay is None or gates.log_decay_min is None):
         raise ValueError(
-            f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared bound, "
-            "`log_decay_min`. Use `inverse='exact'`."
+            f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared "
+            "bound, `log_decay_min`. Use `inverse='exact'`."
         )
 
 
@@ -492,11 +439,13 @@ def _check_values(gates: Gates, log_decay, erase, checked):
     for key, name, gate, low, high in ranges:
         slack = 0.0 if low is None else abs(low) * float(jnp.finfo(gate.dtype).eps)  # a bound rounded to its own dtype
         below = None if low is None else low - slack
-        if _is_concrete(gate):
+        if is_concrete(gate):
             _check_concrete_range(name, np.asarray(gate), below, high)
         elif checked:
             bad = gate > high if below is None else (gate > high) | (gate < below)
-            out[key] = eqx.error_if(gate, bad, _range_message(name, low, high) + ", but the values of this call do not.")
+            out[key] = eqx.error_if(
+                gate, bad, _range_message(name, low, high) + ", but the values of this call do not."
+            )
     return out["log_decay"], out["erase"]
 
 
@@ -522,104 +471,9 @@ def _check_concrete_range(name, gate, low, high):
             )
 
 
-def _is_concrete(x) -> bool:
-    return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) and getattr(x, "is_fully_addressable", True)
-
-
 def _state_axes(cu_seqlens, num_segments) -> str:
     if cu_seqlens is not None:
         return "[documents, value_heads, key_dim, value_dim]"
     if num_segments is not None:
         return "[batch, num_segments, value_heads, key_dim, value_dim]"
     return "[batch, value_heads, key_dim, value_dim]"
-
-
-# ---- packed documents --------------------------------------------------------------------------------------------------
-
-
-def _check_packing(segment_ids, cu_seqlens, num_segments, batch, time):
-    """The packing, which tokens are real (`None`: all), and the leading axes of the states."""
-    if segment_ids is not None and cu_seqlens is not None:
-        raise ValueError("Give `segment_ids` or `cu_seqlens`, not both: they say the same thing in two ways.")
-    if num_segments is not None and segment_ids is None:
-        raise ValueError("`num_segments` goes with `segment_ids`; with `cu_seqlens` its length says how many documents.")
-    if cu_seqlens is not None:
-        return _packing_from_offsets(_as_int_array("cu_seqlens", cu_seqlens), batch, time)
-    if segment_ids is None:
-        return None, None, (batch,)
-    segment_ids = _as_int_array("segment_ids", segment_ids)
-    if segment_ids.shape != (batch, time):
-        raise ValueError(f"`segment_ids` must be [batch, time] = {(batch, time)}, but its shape is {segment_ids.shape}.")
-    if num_segments is not None and (isinstance(num_segments, bool) or not isinstance(num_segments, int)):
-        raise TypeError(f"`num_segments` must be a Python int, since it is a shape, but a {type(num_segments).__name__} came.")
-    if num_segments is not None and num_segments < 1:
-        raise ValueError(f"`num_segments` must be at least 1, but it is {num_segments}.")
-    _check_ids(segment_ids, num_segments)
-    return _packing_from_ids(segment_ids, num_segments)
-
-
-def _as_int_array(name, value):
-    if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but a {type(value).__name__} came.")
-    if not jnp.issubdtype(value.dtype, jnp.integer):
-        raise TypeError(f"`{name}` must hold integers, but its dtype is {value.dtype}.")
-    return value
-
-
-def _check_ids(ids, num_segments):
-    if not _is_concrete(ids) or ids.size == 0:
-        return
-    ids = np.asarray(ids)
-    if num_segments is not None and ids.max() >= num_segments:
-        raise ValueError(
-            f"`segment_ids` must be below `num_segments={num_segments}`, but the largest is {ids.max()}."
-        )
-    running = np.maximum.accumulate(ids, axis=1)
-    falls = (ids < running) & (ids >= 0)
-    if falls.any():
-        row, position = (int(i) for i in np.argwhere(falls)[0])
-        raise ValueError(
-            f"`segment_ids` must rise along time, but row {row} falls to {ids[row, position]} at token {position}. Negative "
-            "ids are padding and may stand anywhere."
-        )
-
-
-def _packing_from_ids(ids, num_segments):
-    # Traced ids that fall join the largest before them; ids past `num_segments` are padding.
-    ids = jnp.asarray(ids)
-    real = ids >= 0
-    if num_segments is not None:
-        real = real & (ids < num_segments)
-    ids = lax.cummax(jnp.where(real, ids, -1).astype(jnp.int32), axis=1)
-    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], axis=1)
-    changes = ids != before
-    if num_segments is None:
-        return Packing(changes & (before >= 0), None), real, (ids.shape[0],)
-    slot = jnp.where(ids < 0, num_segments, ids)
-    return Packing(changes, slot), real, (ids.shape[0], num_segments)
-
-
-def _packing_from_offsets(offsets, batch, time):
-    if batch != 1:
-        raise ValueError(
-            f"`cu_seqlens` packs documents along time and needs batch 1, but batch is {batch}. Reshape to one row, or use "
-            "`segment_ids`."
-        )
-    if offsets.ndim != 1 or offsets.shape[0] < 1:
-        raise ValueError(f"`cu_seqlens` must be [documents + 1], but its shape is {offsets.shape}.")
-    documents = offsets.shape[0] - 1
-    if _is_concrete(offsets):
-        values = np.asarray(offsets)
-        if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > time:
-            raise ValueError(
-                f"`cu_seqlens` must begin with 0, never fall, and end at most at time = {time}, but it is "
-                f"{np.array2string(values, threshold=12)}."
-            )
-    offsets = lax.cummax(jnp.clip(jnp.asarray(offsets), 0, time).astype(jnp.int32))
-    if documents == 0 or time == 0:
-        return None, None, (documents,)
-    position = jnp.arange(time, dtype=jnp.int32)
-    document = jnp.searchsorted(offsets, position, side="right").astype(jnp.int32) - 1
-    real = (document >= 0) & (document < documents)
-    packing, _, _ = _packing_from_ids(jnp.where(real, document, -1)[None], documents)
-    return packing, real[None], (documents,)

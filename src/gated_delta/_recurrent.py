@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states, spread_heads
+from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states
 from ._tile import widen
+from ._types import spread_heads
 
 
 class Token(eqx.Module):

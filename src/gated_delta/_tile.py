@@ -1,11 +1,13 @@
-r"""The mathematics of one chunk, written once: used by the XLA backend, by the Pallas bodies and by their backward passes.
+r"""The mathematics of one chunk, written once: used by the XLA backend, by the Pallas bodies and by their backward
+passes.
 
-Arrays are `[*heads, chunk, dim]`; every function advances all heads by one stage before the next stage begins, because a
-matrix unit is filled by independent products that stand side by side in the program. Owners of a state (`owners`) are the
-key heads or, where gates are given per value head, the value heads; `q` and `k` stay per key head as long as that is exact.
+Arrays are `[*heads, chunk, dim]`; every function advances all heads by one stage before the next stage begins, because
+a matrix unit is filled by independent products that stand side by side in the program. Owners of a state (`owners`)
+are the key heads or, where gates are given per value head, the value heads; `q` and `k` stay per key head as long as
+that is exact.
 
-For one head with entry state $H$, rows $i, j$ of the chunk, $e = \mathrm{erase} \odot k$, $z = \mathrm{write} \odot v$ and
-$\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over key channels):
+For one head with entry state $H$, rows $i, j$ of the chunk, $e = \mathrm{erase} \odot k$, $z = \mathrm{write} \odot v$
+and $\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over key channels):
 
     P_ij = (e_i * Gamma_ij) . k_j   for i > j            scores of erase keys against keys
     F_ij = (q_i * Gamma_ij) . k_j   for i >= j           scores of queries against keys
@@ -15,12 +17,12 @@ $\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over key 
     O    = (q * Gamma_i,start) H + F D
     H'   = Gamma_end,start * H + (k * Gamma_end,i)^T D
 
-Every exponent is formed as a sum of its own tokens and is at most 0. Nothing is ever divided by a decay, so no gate is too
-strong, and a row never sees a gate that comes after it.
+Every exponent is formed as a sum of its own tokens and is at most 0. Nothing is ever divided by a decay, so no gate is
+too strong, and a row never sees a gate that comes after it.
 """
 
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -78,45 +80,43 @@ class Factors(eqx.Module):
     decay: Float[Array, "*owners key_dim_or_1 1"] | None
 
 
-# ---- products ----------------------------------------------------------------------------------------------------------
+# ---- products --------------------------------------------------------------------------------------------------------
 
 
 def _dot(a, b, contract: tuple[int, int], arithmetic: Arithmetic):
-    """Batched product of `[..., i, j]` arrays over the axes `contract` (each -1 or -2), summed in the accumulation dtype."""
+    """Batched product of `[..., i, j]` arrays over the axes `contract` (each -1 or -2), summed in the accumulation
+    dtype."""
     if a.ndim > b.ndim:
         b = jnp.broadcast_to(b, (*a.shape[: a.ndim - b.ndim], *b.shape))
     batch = tuple(range(a.ndim - 2))
     dims = (((a.ndim + contract[0],), (b.ndim + contract[1],)), (batch, batch))
     if arithmetic.operand == "bfloat16":
-        return lax.dot_general(
-            a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32
-        )
+        return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
     dtype = arithmetic.accumulation
     precision = lax.Precision(arithmetic.precision or "highest")
-    return lax.dot_general(
-        a.astype(dtype), b.astype(dtype), dims, precision=precision, preferred_element_type=dtype
-    )
+    return lax.dot_general(a.astype(dtype), b.astype(dtype), dims, precision=precision, preferred_element_type=dtype)
 
 
-def matmul(a, b, arithmetic: Arithmetic):
+def matmul(a, b, arithmetic: Arithmetic) -> Array:
     """`a @ b`."""
     return _product(a, b, (-1, -2), arithmetic)
 
 
-def matmul_nt(a, b, arithmetic: Arithmetic):
+def matmul_nt(a, b, arithmetic: Arithmetic) -> Array:
     """`a @ b.T`."""
     return _product(a, b, (-1, -1), arithmetic)
 
 
-def matmul_tn(a, b, arithmetic: Arithmetic):
+def matmul_tn(a, b, arithmetic: Arithmetic) -> Array:
     """`a.T @ b`."""
     return _product(a, b, (-2, -2), arithmetic)
 
 
-def _product(a, b, contract, arithmetic):
-    """Differentiable `_dot`: with bfloat16 operands the cotangents' products round their operands too, never the result."""
+def _product(a, b, contract, arithmetic) -> Array:
+    """Differentiable `_dot`: with bfloat16 operands the cotangents' products round their operands too, never the
+    result."""
     if arithmetic.operand == "bfloat16":
-        return _rounding_product(a, b, contract, arithmetic)
+        return cast(Array, _rounding_product(a, b, contract, arithmetic))
     return _dot(a, b, contract, arithmetic)
 
 
@@ -143,7 +143,7 @@ def _rounding_product_bwd(contract, arithmetic, residuals, d_out):
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
 
 
-# ---- shapes and masks --------------------------------------------------------------------------------------------------
+# ---- shapes and masks ------------------------------------------------------------------------------------------------
 
 
 def widen(x: Float[Array, "*axes groups"], width: int) -> Float[Array, "*axes width_or_1"]:
@@ -165,9 +165,10 @@ def spread(x, owners: int):
     return x.reshape(*lead, owners, *tail)
 
 
-def _rows_and_columns(chunk: int):
-    shape = (chunk, chunk)
-    return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
+def _rows_and_columns(chunk: int, ndim: int):
+    """Row and column numbers of a `[chunk, chunk]` matrix, behind axes of 1 up to `ndim`."""
+    shape = (*(1,) * (ndim - 2), chunk, chunk)
+    return lax.broadcasted_iota(jnp.int32, shape, ndim - 2), lax.broadcasted_iota(jnp.int32, shape, ndim - 1)
 
 
 def _halvings(chunk: int) -> list[int]:
@@ -180,15 +181,15 @@ def _meet(rows, columns, half: int):
     return (rows // (2 * half) == columns // (2 * half)) & (rows % (2 * half) >= half) & (columns % (2 * half) < half)
 
 
-# ---- decays ------------------------------------------------------------------------------------------------------------
+# ---- decays ----------------------------------------------------------------------------------------------------------
 
 
 class Decays(NamedTuple):
     """Sums of log decay, each formed from its own tokens only, all at most 0 and `[*owners, chunk, groups]`.
 
-    - `to_seam[n]`: from a row to the middle of its block of `2 * half` (`half = 2**n`): over the tokens after the row in
-        the first half, over those up to and including the row in the second. The exponent between rows i > j that meet at
-        `half` is `to_seam[n]_i + to_seam[n]_j`.
+    - `to_seam[n]`: from a row to the middle of its block of `2 * half` (`half = 2**n`): over the tokens after the row
+        in the first half, over those up to and including the row in the second. The exponent between rows i > j that
+        meet at `half` is `to_seam[n]_i + to_seam[n]_j`.
     - `from_start`: over the chunk's tokens up to and including the row.
     - `to_end`: over the tokens after the row.
     - `total`: over the chunk, `[*owners, 1, groups]`.
@@ -214,46 +215,50 @@ def sum_decays(log_decay: Float[Array, "*owners chunk groups"]) -> Decays:
         suffix = jnp.stack([suffix[..., 0, :, :] + second, suffix[..., 1, :, :]], axis=-3)
         total = first + second
     shape = log_decay.shape
-    return Decays(
-        tuple(to_seam), prefix.reshape(shape), suffix.reshape(shape), total.reshape(*owners, 1, groups)
-    )
+    return Decays(tuple(to_seam), prefix.reshape(shape), suffix.reshape(shape), total.reshape(*owners, 1, groups))
 
 
 def _pair_decay(decays: Decays, group: int, chunk: int):
     """`Gamma_ij` of one decay group for i >= j, `[*owners, chunk, chunk]`; 1 elsewhere, to be masked."""
-    rows, columns = _rows_and_columns(chunk)
-    exponent = jnp.zeros((chunk, chunk), decays.total.dtype)
+    rows, columns = _rows_and_columns(chunk, decays.total.ndim)
+    exponent = jnp.zeros(rows.shape, decays.total.dtype)
     for half, seam in zip(_halvings(chunk), decays.to_seam, strict=True):
         seam = seam[..., group]
         exponent = jnp.where(_meet(rows, columns, half), seam[..., :, None] + seam[..., None, :], exponent)
     return jnp.exp(exponent)
 
 
-# ---- scores ------------------------------------------------------------------------------------------------------------
+# ---- scores ----------------------------------------------------------------------------------------------------------
 
 
-def scores_by_group(left, k, decays: Decays | None, arithmetic: Arithmetic):
-    """`sum_d left_i[d] Gamma_ij[d] k_j[d]` with one decay mask per group of key channels; valid where i >= j.
+def decayed_scores(left, k, decays: Decays | None, arithmetic: Arithmetic) -> Array:
+    """`sum_d left_i[d] Gamma_ij[d] k_j[d]`, valid where i >= j.
 
-    `left` stacks any number of `[chunk, key_dim]` blocks along its rows. One product per group of channels, whatever the
-    number of owners that share the keys.
+    `left` stacks any number of `[chunk, key_dim]` blocks along its rows.
     """
     if decays is None:
         return matmul_nt(left, k, arithmetic)
+    if 1 < decays.total.shape[-1] == k.shape[-1]:
+        return scores_by_channel(left, k, decays, arithmetic)
+    return scores_by_group(left, k, decays, arithmetic)
+
+
+def scores_by_group(left, k, decays: Decays, arithmetic: Arithmetic) -> Array:
+    """`decayed_scores` by one mask per group of key channels and one product per group, whatever the number of owners
+    that share the keys."""
     chunk, groups = k.shape[-2], decays.total.shape[-1]
     owners, blocks, run = decays.total.shape[-3], left.shape[-2] // chunk, k.shape[-1] // groups
-    out = None
+    parts = []
     for group in range(groups):
         channels = slice(group * run, (group + 1) * run)
         raw = spread(matmul_nt(left[..., channels], k[..., channels], arithmetic), owners)
         gamma = _pair_decay(decays, group, chunk)
-        part = raw * jnp.concatenate([gamma] * blocks, axis=-2)
-        out = part if out is None else out + part
-    return out
+        parts.append(raw * jnp.concatenate([gamma] * blocks, axis=-2))
+    return functools.reduce(jnp.add, parts)
 
 
-def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic):
-    """`scores_by_group` where every key channel has a decay of its own: one product per halving of the chunk.
+def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic) -> Array:
+    """`decayed_scores` where every key channel has a decay of its own: one product per halving of the chunk.
 
     The rows that meet at a seam carry `exp` of their sums to it, both at most 1: nothing can overflow, and a product
     underflows only if its true value does.
@@ -261,7 +266,7 @@ def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic):
     chunk, owners = k.shape[-2], decays.total.shape[-3]
     blocks = left.shape[-2] // chunk
     left, k = spread(left, owners), spread(k, owners)
-    rows, columns = (jnp.concatenate([x] * blocks, axis=0) for x in _rows_and_columns(chunk))
+    rows, columns = (jnp.concatenate([x] * blocks, axis=-2) for x in _rows_and_columns(chunk, k.ndim))
     out = jnp.where(rows == columns, matmul_nt(left, k, arithmetic), 0)
     for half, seam in zip(_halvings(chunk), decays.to_seam, strict=True):
         leg = jnp.exp(seam)
@@ -270,7 +275,7 @@ def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic):
     return out
 
 
-# ---- the chunk solve ---------------------------------------------------------------------------------------------------
+# ---- the chunk solve -------------------------------------------------------------------------------------------------
 
 
 def unit_lower_inverse(
@@ -278,9 +283,9 @@ def unit_lower_inverse(
 ) -> Float[Array, "*owners chunk chunk"]:
     """`(I + pairs)^-1` for strictly lower triangular `pairs`, by the method that `arithmetic.inverse` names.
 
-    - `"exact"`: block doubling. Every intermediate is an entry of the inverse of a diagonal block, or a product of two with
-        `pairs`; no power of `pairs` is formed, so identical keys are harmless. Operands are float32, or for bfloat16 inputs
-        with `erase_max <= 1` two bfloat16 parts and three products.
+    - `"exact"`: block doubling. Every intermediate is an entry of the inverse of a diagonal block, or a product of two
+        with `pairs`; no power of `pairs` is formed, so identical keys are harmless. Operands are float32, or for
+        bfloat16 inputs with `erase_max <= 1` two bfloat16 parts and three products.
     - `"approx"`: block doubling with bfloat16 operands.
     - `"substitution"`: XLA's triangular solve, row by row. Does not run inside a kernel.
     - `"truncated:m"`: the first m powers of the Neumann series, by Horner's rule.
@@ -289,7 +294,7 @@ def unit_lower_inverse(
     if method == "substitution":
         return xla_triangular_inverse(pairs)
     chunk = pairs.shape[-1]
-    rows, columns = _rows_and_columns(chunk)
+    rows, columns = _rows_and_columns(chunk, pairs.ndim)
     identity = jnp.where(rows == columns, 1, 0).astype(pairs.dtype)
     if method == "truncated":
         out = jnp.broadcast_to(identity, pairs.shape)
@@ -332,13 +337,17 @@ def xla_triangular_inverse(pairs):
     return lax.linalg.triangular_solve(pairs, identity, left_side=True, lower=True, unit_diagonal=True)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def solve(pairs, inverse, right, arithmetic: Arithmetic):
+def solve(pairs, inverse, right, arithmetic: Arithmetic) -> Array:
     """`(I + pairs)^-1 right` for a given `inverse`; its gradient goes to `pairs` and `right`.
 
     The gradient is the implicit one: with x the solution, d_right = inverse^T d_x and d_pairs = -d_right x^T below the
     diagonal. No second inverse, and none of the products that made it, is differentiated.
     """
+    return cast(Array, _solve(pairs, lax.stop_gradient(inverse), right, arithmetic))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _solve(pairs, inverse, right, arithmetic):
     return _dot(inverse, right, (-1, -2), arithmetic)
 
 
@@ -350,15 +359,15 @@ def _solve_fwd(pairs, inverse, right, arithmetic):
 def _solve_bwd(arithmetic, residuals, d_out):
     inverse, out = residuals
     d_right = _dot(inverse, d_out, (-2, -2), arithmetic)
-    rows, columns = _rows_and_columns(inverse.shape[-1])
+    rows, columns = _rows_and_columns(inverse.shape[-1], inverse.ndim)
     d_pairs = jnp.where(rows > columns, -_dot(d_right, out, (-1, -1), arithmetic), 0)
     return d_pairs, jnp.zeros_like(inverse), d_right
 
 
-solve.defvjp(_solve_fwd, _solve_bwd)
+_solve.defvjp(_solve_fwd, _solve_bwd)
 
 
-# ---- the chunk ---------------------------------------------------------------------------------------------------------
+# ---- the chunk -------------------------------------------------------------------------------------------------------
 
 
 def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
@@ -368,9 +377,7 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
     owners, width = tile.v.shape[-3], tile.v.shape[-1]
     q, k = tile.q.astype(dtype), tile.k.astype(dtype)
     decays = None if tile.log_decay is None else sum_decays(tile.log_decay)
-    by_channel = decays is not None and decays.total.shape[-1] == key_dim > 1
-    score = scores_by_channel if by_channel else scores_by_group
-    rows, columns = _rows_and_columns(chunk)
+    rows, columns = _rows_and_columns(chunk, tile.k.ndim)
     same, enters, stays, carries = _document_masks(tile)
 
     from_start = to_end = None
@@ -382,13 +389,13 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
     queries, keys = _mask(queries, enters), _mask(keys, stays)
     decay = None if decays is None else jnp.swapaxes(widen(jnp.exp(decays.total), key_dim), -1, -2)
     if carries is not None:
-        decay = jnp.where(carries, jnp.ones((1, 1), dtype) if decay is None else decay, 0)
+        decay = jnp.where(carries, jnp.ones(carries.shape, dtype) if decay is None else decay, 0)
     values = tile.v.astype(dtype)
     write = tile.write
     values = values if write is None else values * widen(write.astype(dtype), width)
 
     if tile.erase is None:
-        scores = score(q, k, decays, arithmetic)
+        scores = decayed_scores(q, k, decays, arithmetic)
         scores = _mask(jnp.where(rows >= columns, spread(scores, owners), 0), same)
         return Factors(queries, keys, scores, None, values, decay)
 
@@ -396,11 +403,11 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
     by_row = erase.shape[-1] == 1  # one number per token leaves the product: raw keys are shared by all owners
     erased = k if by_row else spread(k, owners) * erase
     left = jnp.concatenate([erased, q if by_row else spread(q, owners)], axis=-2)
-    both = spread(score(left, k if by_row else spread(k, owners), decays, arithmetic), owners)
+    both = spread(decayed_scores(left, k if by_row else spread(k, owners), decays, arithmetic), owners)
     pairs, scores = both[..., :chunk, :], both[..., chunk:, :]
     pairs = _mask(jnp.where(rows > columns, pairs * erase if by_row else pairs, 0), same)
     scores = _mask(jnp.where(rows >= columns, scores, 0), same)
-    inverse = lax.stop_gradient(unit_lower_inverse(lax.stop_gradient(pairs), arithmetic))
+    inverse = unit_lower_inverse(lax.stop_gradient(pairs), arithmetic)
     erased = spread(k, owners) * erase if by_row else erased
     erased = _mask(erased if from_start is None else erased * from_start, enters)
     solved = solve(pairs, inverse, jnp.concatenate([erased, values], axis=-1), arithmetic)
@@ -412,9 +419,9 @@ def _mask(x, keep):
 
 
 def _document_masks(tile: Tile):
-    """Which pairs share a document; which rows belong to the entering state's and to the leaving state's document; whether
-    the entering state leaves. All `None` for a tile inside one document."""
-    if tile.document is None:
+    """Which pairs share a document; which rows belong to the entering state's and to the leaving state's document;
+    whether the entering state leaves. All `None` for a tile inside one document."""
+    if tile.document is None or tile.entry is None:
         return None, None, None, None
     document = tile.document[..., None, :]  # [*rows, 1, 1, chunk]
     column = jnp.swapaxes(document, -1, -2)

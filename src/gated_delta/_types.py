@@ -1,8 +1,9 @@
 """Words shared by every room: axis names, gate granularities, and the dtype policy. Imports nothing of ours."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 import jax
+import jax.core
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -36,7 +37,7 @@ def accumulation_dtype(operand) -> jnp.dtype:
     return jnp.dtype(jnp.float64) if jnp.dtype(operand) == jnp.float64 else jnp.dtype(jnp.float32)
 
 
-def as_float_array(name: str, value) -> jax.Array | jax.ShapeDtypeStruct:
+def as_float_array(name: str, value) -> jax.Array:
     """`value` as a floating-point JAX array; a `jax.ShapeDtypeStruct` passes as it is.
 
     **Raises:** `TypeError` that says `name` and what came, for anything but a float array of JAX or NumPy.
@@ -50,4 +51,18 @@ def as_float_array(name: str, value) -> jax.Array | jax.ShapeDtypeStruct:
             f"`{name}` must hold floating-point numbers, but its dtype is {value.dtype}. Convert it, for example with "
             f"`{name}.astype(jnp.float32)`."
         )
-    return value if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
+    return cast(jax.Array, value) if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
+
+
+def spread_heads(x: Float[Array, "..."], owners: int, axis: int) -> Float[Array, "..."]:
+    """Give each owner the entry of its key head: head `g // (owners / heads)` along `axis`."""
+    heads = x.shape[axis]
+    if heads == owners:
+        return x
+    split = (*x.shape[: axis + 1], owners // heads, *x.shape[axis + 1 :])
+    return jnp.broadcast_to(jnp.expand_dims(x, axis + 1), split).reshape(*x.shape[:axis], owners, *x.shape[axis + 1 :])
+
+
+def is_concrete(x) -> bool:
+    """Whether the values of `x` can be read here: no tracer, no mere shape, no part of an array that lies elsewhere."""
+    return not isinstance(x, (jax.core.Tracer, jax.ShapeDtypeStruct)) and getattr(x, "is_fully_addressable", True)

@@ -1,0 +1,139 @@
+"""Packed documents: segment ids and offsets, checked and brought into the one form that backends use."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int
+
+from ._types import is_concrete
+
+
+class Packing(eqx.Module):
+    """Which document each token belongs to, in the form that backends use.
+
+    **Attributes:**
+
+    - `start`: true on the first token of every document that does not begin with the entry state of its row.
+    - `slot`: index of the token's document among the states of its row; padding counts to the document before it, and
+        to no slot (an index equal to `Problem.slots`) where there is none. `None`: a row has one state, which its first
+        document begins with and its last document leaves.
+    """
+
+    start: Bool[Array, "batch time"]
+    slot: Int[Array, "batch time"] | None
+
+    @property
+    def document(self) -> Int[Array, "batch time"]:
+        """Rank of each token's document within its row, rising; padding counts to the document before it."""
+        return jnp.cumsum(self.start.astype(jnp.int32), axis=1)
+
+    @property
+    def first_token(self) -> Int[Array, "batch time"]:
+        """Index of the first token of each token's document."""
+        time = jnp.arange(self.start.shape[1], dtype=jnp.int32)
+        return lax.cummax(jnp.where(self.start, time, 0), axis=1)
+
+
+def check_packing(
+    segment_ids, cu_seqlens, num_segments, batch: int, time: int, checked: bool
+) -> tuple[Packing | None, Bool[Array, "rows time"] | None, tuple[int, ...]]:
+    """The packing, which tokens are real (`None`: all), and the leading axes of the states.
+
+    **Raises:** `TypeError` or `ValueError` for what `gated_delta` documents of its arguments of the same names.
+    """
+    if segment_ids is not None and cu_seqlens is not None:
+        raise ValueError("Give `segment_ids` or `cu_seqlens`, not both: they say the same thing in two ways.")
+    if num_segments is not None and segment_ids is None:
+        raise ValueError(
+            "`num_segments` goes with `segment_ids`; with `cu_seqlens` its length says how many documents."
+        )
+    if cu_seqlens is not None:
+        return _packing_from_offsets(_as_int_array("cu_seqlens", cu_seqlens), batch, time, checked)
+    if segment_ids is None:
+        return None, None, (batch,)
+    segment_ids = _as_int_array("segment_ids", segment_ids)
+    if segment_ids.shape != (batch, time):
+        raise ValueError(
+            f"`segment_ids` must be [batch, time] = {(batch, time)}, but its shape is {segment_ids.shape}."
+        )
+    if num_segments is not None and (isinstance(num_segments, bool) or not isinstance(num_segments, int)):
+        raise TypeError(
+            f"`num_segments` must be a Python int, since it is a shape, but a {type(num_segments).__name__} came."
+        )
+    if num_segments is not None and num_segments < 1:
+        raise ValueError(f"`num_segments` must be at least 1, but it is {num_segments}.")
+    segment_ids = _check_ids(segment_ids, num_segments, checked)
+    return _packing_from_ids(segment_ids, num_segments)
+
+
+def _as_int_array(name, value):
+    if not isinstance(value, (jax.Array, np.ndarray)):
+        raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but a {type(value).__name__} came.")
+    if not jnp.issubdtype(value.dtype, jnp.integer):
+        raise TypeError(f"`{name}` must hold integers, but its dtype is {value.dtype}.")
+    return value
+
+
+def _check_ids(ids, num_segments, checked):
+    """Ids that rise along time and stay below `num_segments`; negative ones may stand anywhere."""
+    if ids.size == 0:
+        return ids
+    rises = "`segment_ids` must rise along time (negative ids are padding and may stand anywhere)"
+    below = f"`segment_ids` must be below `num_segments={num_segments}`"
+    if is_concrete(ids):
+        values = np.asarray(ids)
+        if num_segments is not None and values.max() >= num_segments:
+            raise ValueError(f"{below}, but the largest is {values.max()}.")
+        falls = (values < np.maximum.accumulate(values, axis=1)) & (values >= 0)
+        if falls.any():
+            row, position = (int(i) for i in np.argwhere(falls)[0])
+            raise ValueError(f"{rises}, but row {row} falls to {values[row, position]} at token {position}.")
+    elif checked:
+        ids = eqx.error_if(ids, (ids < lax.cummax(ids, axis=1)) & (ids >= 0), f"{rises}, but those of this call fall.")
+        if num_segments is not None:
+            ids = eqx.error_if(ids, ids >= num_segments, f"{below}, but those of this call are not.")
+    return ids
+
+
+def _packing_from_ids(ids, num_segments):
+    # Traced ids that fall join the largest before them; ids past `num_segments` are padding.
+    ids = jnp.asarray(ids)
+    real = ids >= 0
+    if num_segments is not None:
+        real = real & (ids < num_segments)
+    ids = lax.cummax(jnp.where(real, ids, -1).astype(jnp.int32), axis=1)
+    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], axis=1)
+    changes = ids != before
+    if num_segments is None:
+        return Packing(changes & (before >= 0), None), real, (ids.shape[0],)
+    slot = jnp.where(ids < 0, num_segments, ids)
+    return Packing(changes, slot), real, (ids.shape[0], num_segments)
+
+
+def _packing_from_offsets(offsets, batch, time, checked):
+    if batch != 1:
+        raise ValueError(
+            f"`cu_seqlens` packs documents along time and needs batch 1, but batch is {batch}. Reshape to one row, or "
+            "use `segment_ids`."
+        )
+    if offsets.ndim != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"`cu_seqlens` must be [documents + 1], but its shape is {offsets.shape}.")
+    documents = offsets.shape[0] - 1
+    rule = f"`cu_seqlens` must begin with 0, never fall, and end at most at time = {time}"
+    if is_concrete(offsets):
+        values = np.asarray(offsets)
+        if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > time:
+            raise ValueError(f"{rule}, but it is {np.array2string(values, threshold=12)}.")
+    elif checked:
+        bad = (offsets[0] != 0) | jnp.any(jnp.diff(offsets) < 0) | (offsets[-1] > time)
+        offsets = eqx.error_if(offsets, bad, f"{rule}, but that of this call does not.")
+    offsets = lax.cummax(jnp.clip(jnp.asarray(offsets), 0, time).astype(jnp.int32))
+    if documents == 0 or time == 0:
+        return None, None, (documents,)
+    position = jnp.arange(time, dtype=jnp.int32)
+    document = jnp.searchsorted(offsets, position, side="right").astype(jnp.int32) - 1
+    real = (document >= 0) & (document < documents)
+    packing, _, _ = _packing_from_ids(jnp.where(real, document, -1)[None], documents)
+    return packing, real[None], (documents,)
