@@ -1,0 +1,321 @@
+"""What a problem's results should be, how far others are from it, and how far they may be: the one tolerance policy."""
+
+import contextlib
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gated_delta._backend import AbstractBackend
+from gated_delta._dispatch import backends as _all_backends
+from gated_delta._gates import Gates
+from gated_delta._op import explain, gated_delta
+from gated_delta._recurrent import Recurrent
+from gated_delta._types import operand_dtype
+
+from ._random import RandomProblem
+
+Results = dict[str, np.ndarray]
+"""Arrays by name: `out`, `final_state`, and `d_x` for the gradient of each argument x that was given."""
+
+OUTLIER = 50
+"""No element may be off by more than this many budgets of the largest expected magnitude of its array."""
+
+UNDERFLOW = 1e-30
+"""Added to the size of what is expected, except in float64: float32 rounds what is below 1e-38 to 0."""
+
+_INPUTS = ("q", "k", "v", "log_decay", "erase", "write", "initial_state")
+
+
+def backends() -> tuple[AbstractBackend, ...]:
+    """Every backend of the package with its default options."""
+    return _all_backends()
+
+
+def why_not(backend: AbstractBackend, problem: RandomProblem) -> str | None:
+    """Why `backend` cannot run `problem`, or `None` if it can."""
+    with _enough_bits(problem):
+        arguments = problem.arguments()
+        explain(**arguments)
+        try:
+            explain(**arguments, backend=backend)
+        except ValueError as error:
+            return str(error)
+    return None
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def pullback(backend: AbstractBackend | None, problem: RandomProblem) -> Results:
+    """Outputs and final state of `problem`, and the gradient of every array it gives, for its own random cotangents.
+
+    Compiled once for all problems of the same shapes and promises. `backend` as in `gated_delta`.
+    """
+    with _enough_bits(problem):
+        arguments = problem.arguments()
+        static = tuple(
+            (name, arguments.pop(name)) for name in ("num_segments", "scale", "inverse") if name in arguments
+        )
+        gates = arguments.pop("gates")
+        arrays = {name: arguments.pop(name) for name in _INPUTS if name in arguments}
+        dtypes = arrays["v"].dtype, _state_dtype(problem)
+        out, gradients = _compiled(backend, static)(arrays, gates, arguments, problem.cotangents(*dtypes))
+        return {name: np.asarray(x) for name, x in {**out, **gradients}.items()}
+
+
+@functools.cache
+def _compiled(backend: AbstractBackend | None, static: tuple):
+    """`pullback` as a function of arrays. Little optimised: a shape then compiles 2 to 5 times faster."""
+
+    def run(arrays, gates, other, cotangents):
+        def call(arrays, gates):
+            return gated_delta(**arrays, gates=gates, **other, **dict(static), backend=backend)
+
+        (out, final_state), pull = jax.vjp(call, arrays, gates)
+        d_arrays, d_gates = pull(cotangents)
+        d_gates = {name: getattr(d_gates, name) for name in ("log_decay", "erase", "write")}
+        gradients = {f"d_{name}": x for name, x in (d_arrays | d_gates).items() if x is not None}
+        return {"out": out, "final_state": final_state}, gradients
+
+    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    return jax.jit(run, compiler_options=options)
+
+
+def expected(problem: RandomProblem) -> Results:
+    """What `pullback` should give: the recurrence in float64 on the same (rounded) inputs.
+
+    Each document is run on its own, each value head by itself, with every gate at full width: so packing, grouping,
+    owners, granularity and ties are defined here by taking arrays apart and adding their gradients up, in NumPy.
+    """
+    return dict(_expected(problem))
+
+
+@functools.lru_cache(maxsize=256)
+def _expected(problem: RandomProblem) -> Results:
+    with _enough_bits(problem):
+        arguments = problem.arguments()
+        gates = arguments["gates"]
+    dtypes = arguments["v"].dtype, _state_dtype(problem)
+    given = {name: arguments.get(name, getattr(gates, name, None)) for name in _INPUTS}
+    narrow = {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in given.items()}
+    d_out, d_final = (x.astype(np.float64) for x in problem.cotangents(*dtypes))
+    wide = _widen(problem, narrow)
+    documents = _documents(problem)
+    entry = wide.pop("initial_state")
+
+    # a batch of [documents * value_heads] sequences with one head each, padded to few different sizes by doing nothing
+    heads, length = problem.value_heads, max([len(document.positions) for document in documents], default=0)
+    rows = 1 << max(len(documents) * heads - 1, 0).bit_length()
+    time = 1 << max(length - 1, 0).bit_length()
+    key_dim, value_dim = (-(-n // 8) * 8 for n in (problem.key_dim, problem.value_dim))
+    dims = {"q": key_dim, "k": key_dim, "log_decay": key_dim, "erase": key_dim}
+    batch = {name: np.zeros((rows, time, 1, dims.get(name, value_dim))) for name in wide}
+    begin, end = (np.zeros((rows, 1, key_dim, value_dim)) for _ in range(2))
+    d_read = np.zeros((rows, time, 1, value_dim))
+    heads_of = [slice(index * heads, (index + 1) * heads) for index in range(len(documents))]
+    for places, (row, positions, state, enters, leaves) in zip(heads_of, documents):
+        for name, x in {**wide, "out": d_out}.items():
+            target = d_read if name == "out" else batch[name]
+            target[places, : len(positions), 0, : x.shape[-1]] = np.swapaxes(x[row, positions], 0, 1)
+        begin[places, 0, : problem.key_dim, : problem.value_dim] = entry[state] if enters else 0
+        end[places, 0, : problem.key_dim, : problem.value_dim] = d_final[state] if leaves else 0
+    scale = problem.key_dim**-0.5 if problem.scale is None else problem.scale
+    with jax.enable_x64(True):
+        q, k, v, *gate_arrays = (batch[name] for name in _INPUTS[:-1])
+        arrays = {"q": q, "k": k, "v": v, "initial_state": begin}
+        gates = Gates(*gate_arrays, erase_max=2.0)
+        out, d = _compiled(Recurrent(), (("scale", scale),))(arrays, gates, {}, (d_read, end))
+    out, d = ({name: np.asarray(x) for name, x in tree.items()} for tree in (out, d))
+
+    read = {name: np.zeros(x.shape) for name, x in {**wide, "out": d_out}.items()}
+    final, d_entry = entry.copy(), d_final.copy()  # a state whose document has no tokens passes through
+    for places, (row, positions, state, enters, leaves) in zip(heads_of, documents):
+        for name, target in read.items():
+            source = out["out"] if name == "out" else d[f"d_{name}"]
+            target[row, positions] = np.swapaxes(source[places, : len(positions), 0, : target.shape[-1]], 0, 1)
+        if leaves:
+            final[state] = out["final_state"][places, 0, : problem.key_dim, : problem.value_dim]
+        if enters:
+            d_entry[state] = d["d_initial_state"][places, 0, : problem.key_dim, : problem.value_dim]
+    results = {"out": read.pop("out"), "final_state": final}
+    return results | {
+        f"d_{name}": x for name, x in _narrow(problem, {**read, "initial_state": d_entry}, narrow).items()
+    }
+
+
+class _Document(NamedTuple):
+    """A document with tokens: where they are, where its state is, and whether it begins with that and leaves it."""
+
+    row: int
+    positions: np.ndarray
+    state: tuple[int, ...]
+    enters: bool
+    leaves: bool
+
+
+def _documents(problem: RandomProblem) -> list[_Document]:
+    ids = problem.segment_ids
+    documents = []
+    for row in range(problem.batch):
+        present = np.unique(ids[row][ids[row] >= 0])
+        for document in present:
+            positions = np.flatnonzero(ids[row] == document)
+            if problem.documents is None or problem.packing == "ids":
+                ends = document == present[0], document == present[-1]
+                documents.append(_Document(row, positions, (row,), *map(bool, ends)))
+            else:
+                state = (row, int(document)) if problem.packing == "slots" else (int(document),)
+                documents.append(_Document(row, positions, state, True, True))
+    return documents
+
+
+def _widen(problem: RandomProblem, narrow: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+    """Every array for each value head and at full width; an absent gate as the number it stands for."""
+    shape = (problem.batch, problem.time, problem.value_heads)
+    dims = {name: problem.value_dim if name in ("v", "write") else problem.key_dim for name in _INPUTS}
+    absent = {"log_decay": 0.0, "erase": 0.0, "write": 1.0}
+    wide = {}
+    for name in _INPUTS[:-1]:
+        x = narrow[name]
+        if name == "write" and problem.gates.tied:
+            x = narrow["erase"]
+        if x is None:
+            wide[name] = np.full((*shape, dims[name]), absent[name])
+        else:
+            x = np.repeat(x, problem.value_heads // x.shape[2], axis=2)
+            wide[name] = np.repeat(x, dims[name] // x.shape[3], axis=3)
+    state = narrow["initial_state"]
+    return {**wide, "initial_state": np.zeros(problem.state_shape) if state is None else state}
+
+
+def _narrow(problem: RandomProblem, wide: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray | None]) -> Results:
+    """Gradients of the wide arrays added up to those of the arrays given."""
+
+    def add(x, shape):
+        batch, time, heads, dim = shape
+        return x.reshape(batch, time, heads, x.shape[2] // heads, dim, x.shape[3] // dim).sum((3, 5))
+
+    gradients = {}
+    for name, x in given.items():
+        if x is None:
+            continue
+        gradients[name] = wide[name] if name == "initial_state" else add(wide[name], x.shape)
+    if problem.gates.tied:
+        erase = given["erase"]
+        assert erase is not None
+        gradients["erase"] = gradients["erase"] + add(wide["write"], erase.shape)
+    return gradients
+
+
+# ---- tolerance -------------------------------------------------------------------------------------------------------
+
+
+def budget(problem: RandomProblem, dtype: Any = None) -> float:
+    """The largest relative error allowed to a result of `problem` that is returned in `dtype` (default: its operands').
+
+    | operands | budget |
+    | --- | --- |
+    | float64 | 1e-12 |
+    | float32 | 1e-5; 1e-4 where erase reaches up to 2 on correlated keys |
+    | bfloat16 | 1e-2 |
+    | `inverse="approx"` | 2e-2 |
+
+    A result returned in a narrower dtype is rounded once more: bfloat16 1e-2, float16 1e-3.
+    """
+    operands = _operands(problem)
+    if problem.inverse == "approx":
+        arithmetic = 2e-2
+    elif operands == jnp.float64:
+        arithmetic = 1e-12
+    elif operands == jnp.bfloat16:
+        arithmetic = 1e-2
+    else:
+        arithmetic = 1e-4 if problem.gates.erase_max > 1 and problem.keys.family != "independent" else 1e-5
+    rounding = {"bfloat16": 1e-2, "float16": 1e-3}.get(jnp.dtype(dtype or operands).name, 0.0)
+    return max(arithmetic, rounding)
+
+
+def relative_error(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem) -> float:
+    """The worst error of any array, in budgets; a finite number even where `actual` is not."""
+    return max(_errors(actual, expected, problem).values())
+
+
+def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem):
+    """Fail if any array of `actual` is further from `expected` than its budget, or is not finite.
+
+    The error of an array is RMS(actual - expected) / RMS(expected). Only `d_log_decay` has a floor under the latter,
+    0.01 * (RMS(q * d_q) + RMS(k * d_k)), because it is what remains when those cancel, and vanishes as decay does.
+    Beyond that, no element may be off by more than `OUTLIER` budgets of the largest expected magnitude.
+
+    **Raises:** `AssertionError` that names the array, the error in budgets, the budget, and the problem.
+    """
+    errors = _errors(actual, expected, problem)
+    name = max(errors, key=lambda name: errors[name])
+    if errors[name] > 1:
+        limit = budget(problem, np.asarray(actual[name]).dtype)
+        raise AssertionError(
+            f"`{name}` is off by {errors[name] * limit:.2g}: {errors[name]:.3g} times its budget of {limit:g}. All, in "
+            f"budgets: {', '.join(f'{key} {error:.2g}' for key, error in errors.items())}. Problem: {problem!r}"
+        )
+
+
+_INFINITE = 1e12  # an error that is no number: finite, for `hypothesis.target`
+
+
+def _errors(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem) -> dict[str, float]:
+    if set(actual) != set(expected):
+        raise AssertionError(f"Results have the names {sorted(actual)}, but these are expected: {sorted(expected)}.")
+    errors = {}
+    for name, array in actual.items():
+        limit = budget(problem, np.asarray(array).dtype)
+        got, want = (np.asarray(x).astype(np.float64) for x in (array, expected[name]))
+        if got.shape != want.shape:
+            raise AssertionError(f"`{name}` has shape {got.shape}, but {want.shape} is expected. Problem: {problem!r}")
+        floor = 0.0 if _operands(problem) == jnp.float64 else UNDERFLOW
+        if name == "d_log_decay":
+            floor += _log_decay_floor(expected, problem)
+        if not np.isfinite(got).all():
+            errors[name] = _INFINITE
+            continue
+        off = np.abs(got - want)
+        rms = _ratio(_rms(off), _rms(want) + floor)
+        outlier = _ratio(off.max(initial=0.0), np.abs(want).max(initial=0.0) + floor) / OUTLIER
+        errors[name] = min(max(rms, outlier) / limit, _INFINITE)
+    return errors
+
+
+def _log_decay_floor(expected: Mapping[str, Any], problem: RandomProblem) -> float:
+    with _enough_bits(problem):
+        arguments = problem.arguments()
+    products = (arguments[name].astype(np.float64) * np.asarray(expected[f"d_{name}"]) for name in "qk")
+    return 0.01 * sum(_rms(x) for x in products)
+
+
+def _rms(x: np.ndarray) -> float:
+    return math.sqrt(float(np.mean(np.square(x)))) if x.size else 0.0
+
+
+def _ratio(error: float, size: float) -> float:
+    return 0.0 if error == 0 else _INFINITE if size == 0 else error / size
+
+
+# ---- dtypes ----------------------------------------------------------------------------------------------------------
+
+
+def _operands(problem: RandomProblem):
+    return operand_dtype(problem.dtype, problem.dtype, problem.value_dtype or problem.dtype)
+
+
+def _state_dtype(problem: RandomProblem):
+    return jnp.float64 if _operands(problem) == jnp.float64 else jnp.float32
+
+
+def _enough_bits(problem: RandomProblem):
+    """JAX's 64-bit mode where a problem has float64 in it."""
+    dtypes = (problem.dtype, problem.value_dtype, problem.gate_dtype, problem.state_dtype)
+    return jax.enable_x64(True) if "float64" in dtypes else contextlib.nullcontext()
