@@ -6,7 +6,7 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 State: TypeAlias = Float[Array, "states value_heads key_dim value_dim"]
 """Recurrent state, key axis first, float32 (float64 where the inputs are)."""
@@ -54,7 +54,7 @@ def as_float_array(name: str, value) -> jax.Array:
     return cast(jax.Array, value) if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
 
 
-def spread_heads(x: Float[Array, "..."], owners: int, axis: int) -> Float[Array, "..."]:
+def spread_heads(x: Shaped[Array, "..."], owners: int, axis: int) -> Shaped[Array, "..."]:
     """Give each owner the entry of its key head: head `g // (owners / heads)` along `axis`."""
     heads = x.shape[axis]
     if heads == owners:
