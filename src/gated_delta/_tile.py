@@ -177,8 +177,9 @@ def _halvings(chunk: int) -> list[int]:
 
 
 def _meet(rows, columns, half: int):
-    """Where row and column lie in the second and first half of one block of `2 * half`."""
-    return (rows // (2 * half) == columns // (2 * half)) & (rows % (2 * half) >= half) & (columns % (2 * half) < half)
+    """Where row and column lie in the second and first half of one block of `2 * half`: `half` is the highest bit in
+    which they differ, and the row has it."""
+    return (((rows ^ columns) & -half) == half) & ((rows & half) != 0)
 
 
 # ---- decays ----------------------------------------------------------------------------------------------------------
