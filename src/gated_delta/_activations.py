@@ -1,0 +1,139 @@
+"""Pure functions of the layers, to be shared with fused kernels: gates, norms and the taps of a short convolution.
+
+Every function computes in the accumulation dtype of its inputs: float32, or float64 if any input is float64. Shapes are
+broadcast by hand, so they also run where JAX forbids implicit rank promotion.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from ._types import accumulation_dtype, operand_dtype
+
+Activation: TypeAlias = Literal["silu", "sigmoid"]
+NormNumerics: TypeAlias = Literal["float32", "qwen"]
+
+
+def raise_dtype(*arrays: Any) -> tuple[Any, ...]:
+    """All arrays in one dtype, float32 or wider; `None` stays `None`."""
+    dtype = accumulation_dtype(operand_dtype(*(x.dtype for x in arrays if x is not None)))
+    return tuple(None if x is None else x.astype(dtype) for x in arrays)
+
+
+def _behind(x, ndim: int):
+    """`x` with axes of size 1 in front, up to `ndim` of them in all."""
+    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+
+
+# ---- gates -----------------------------------------------------------------------------------------------------------
+
+
+def decay_rate(A_log: Float[Array, " heads"]) -> Float[Array, " heads"]:
+    """`exp(A_log)`, limited to what its dtype can hold: so a product with an activation of 0 is 0, not NaN."""
+    limit = 700.0 if A_log.dtype == jnp.float64 else 88.0
+    return jnp.exp(jnp.where(A_log > limit, jnp.full_like(A_log, limit), A_log))
+
+
+def softplus_decay(
+    raw: Float[Array, "*batch heads groups"], A_log: Float[Array, " heads"], dt_bias: Float[Array, "heads groups"]
+) -> Float[Array, "*batch heads groups"]:
+    """`log_decay = -exp(A_log) * softplus(raw + dt_bias)`, in nats per token."""
+    raw, A_log, dt_bias = raise_dtype(raw, A_log, dt_bias)
+    y = raw + _behind(dt_bias, raw.ndim)
+    return -_behind(decay_rate(A_log)[:, None], raw.ndim) * jax.nn.softplus(y)
+
+
+def bounded_decay(
+    raw: Float[Array, "*batch heads groups"],
+    A_log: Float[Array, " heads"] | None,
+    dt_bias: Float[Array, "heads groups"],
+    bound: float,
+) -> Float[Array, "*batch heads groups"]:
+    """`log_decay = bound * sigmoid(exp(A_log) * (raw + dt_bias))`; without `A_log` the rate `exp(A_log)` is 1.
+
+    Never below `bound`. Its gradient is finite for every rate: where the sigmoid is saturated its slope is 0, and stays
+    0 times the largest rate.
+    """
+    raw, A_log, dt_bias = raise_dtype(raw, A_log, dt_bias)
+    y = raw + _behind(dt_bias, raw.ndim)
+    if A_log is not None:
+        y = _behind(decay_rate(A_log)[:, None], raw.ndim) * y
+    return bound * jax.nn.sigmoid(y)
+
+
+def sigmoid_gate(raw: Float[Array, "..."], maximum: float = 1.0) -> Float[Array, "..."]:
+    """`maximum * sigmoid(raw)`: an erase or write gate, or a beta."""
+    (raw,) = raise_dtype(raw)
+    gate = jax.nn.sigmoid(raw)
+    return gate if maximum == 1 else maximum * gate
+
+
+def inverse_softplus(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The `y` with `softplus(y) = x`, for `x > 0`."""
+    return x + jnp.log(-jnp.expm1(-x))
+
+
+# ---- norms -----------------------------------------------------------------------------------------------------------
+
+
+def l2_normalize(x: Float[Array, "*axes dim"], eps: float = 1e-6) -> Float[Array, "*axes dim"]:
+    """`x / sqrt(sum(x**2) + eps)` over the last axis, in the dtype of `x`. A zero vector stays zero.
+
+    The sum is taken in float32 or wider. The slope at zero is `eps ** -0.5`.
+    """
+    (wide,) = raise_dtype(x)
+    squares = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    return (wide * jax.lax.rsqrt(squares + eps)).astype(x.dtype)
+
+
+def gated_rms_norm(
+    x: Float[Array, "*axes dim"],
+    weight: Float[Array, " dim"],
+    gate: Float[Array, "*axes dim"] | None,
+    *,
+    activation: Activation,
+    eps: float,
+    numerics: NormNumerics = "float32",
+) -> Float[Array, "*axes dim"]:
+    """RMSNorm over the last axis times `weight`, times the activated `gate` (1 if `None`), in the dtype of `x`.
+
+    `numerics="float32"` rounds once, at the end. `"qwen"` rounds the normalised vector and its product with `weight` to
+    the dtype of `x` before the gate, as the code that trained the Qwen checkpoints does. In float32 both are the same.
+    """
+    wide, weight, gate = raise_dtype(x, weight, gate)
+    out = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    weight = _behind(weight, x.ndim)
+    if numerics == "qwen":
+        out = (out.astype(x.dtype) * weight.astype(x.dtype)).astype(wide.dtype)
+    else:
+        out = out * weight
+    if gate is not None:
+        out = out * (jax.nn.silu(gate) if activation == "silu" else jax.nn.sigmoid(gate))
+    return out.astype(x.dtype)
+
+
+# ---- short convolution -----------------------------------------------------------------------------------------------
+
+
+def causal_taps(
+    padded: Float[Array, "batch padded_time channels"],
+    weight: Float[Array, "width channels"],
+    reach: Int[Array, "batch time"] | None = None,
+) -> Float[Array, "batch time channels"]:
+    """Depthwise convolution of `width - 1 + time` inputs, in the accumulation dtype. The last tap is the token's own.
+
+    `reach` says how many inputs before its own each token may see; those beyond it count as 0, whatever they hold.
+    """
+    padded, weight = raise_dtype(padded, weight)
+    width = weight.shape[0]
+    time = padded.shape[1] - (width - 1)
+    out = padded[:, width - 1 :] * weight[width - 1][None, None, :]
+    for back in range(1, width):
+        first = width - 1 - back
+        tap = padded[:, first : first + time]
+        if reach is not None:
+            tap = jnp.where((reach >= back)[..., None], tap, jnp.zeros_like(tap))
+        out = out + tap * weight[first][None, None, :]
+    return out

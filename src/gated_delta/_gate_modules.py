@@ -1,0 +1,167 @@
+"""Modules from features to final gates. Their arithmetic is float32 or wider, whatever dtype their parameters have."""
+
+import abc
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from ._activations import Activation, bounded_decay, inverse_softplus, sigmoid_gate, softplus_decay
+from ._linear import Linear, LowRank, make_linear
+from ._types import accumulation_dtype
+
+
+class AbstractDecay(eqx.Module):
+    """Features to `log_decay`, at most 0, per token, owning head and decay group.
+
+    Parameters named `A_log` and `dt_bias` are
+    kept in float32 by `cast_params` and out of weight decay by `weight_decay_mask`.
+    """
+
+    @property
+    @abc.abstractmethod
+    def log_decay_min(self) -> float | None:
+        """The promise that goes with the result: its smallest value, or `None` (see `Gates`)."""
+
+    @abc.abstractmethod
+    def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
+        """Log decay in nats per token, float32 or wider."""
+
+
+class SoftplusDecay(AbstractDecay):
+    """`log_decay = -exp(A_log) * softplus(project(x) + dt_bias)`: one rate per head, one bias per head and decay group.
+
+    A new module forgets a factor `exp(-rate * step)` per token: `rate = exp(A_log)` is uniform in `rates`, and
+    `step = softplus(dt_bias)` log-uniform in `[0.001, 0.1]`.
+    """
+
+    project: Linear | LowRank
+    A_log: Float[Array, " heads"]
+    dt_bias: Float[Array, "heads groups"]
+
+    def __init__(
+        self,
+        model: int,
+        heads: int,
+        groups: int,
+        *,
+        rank: int | None = None,
+        rates: tuple[float, float] = (1.0, 16.0),
+        step_init: str = "log_uniform",
+        init: str = "uniform",
+        key: PRNGKeyArray,
+    ):
+        project_key, rate_key, step_key = jax.random.split(key, 3)
+        self.project = make_linear(model, rank, heads * groups, bias=False, init=init, key=project_key)
+        self.A_log = _draw_rates(rate_key, heads, rates)
+        self.dt_bias = _draw_steps(step_key, (heads, groups), step_init)
+
+    @property
+    def log_decay_min(self) -> None:
+        return None
+
+    def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
+        return softplus_decay(_raw(self.project, x, self.dt_bias.shape), self.A_log, self.dt_bias)
+
+
+class BoundedDecay(AbstractDecay):
+    """`log_decay = bound * sigmoid(exp(A_log) * (project(x) + dt_bias))`; `A_log` may be absent (a rate of 1)."""
+
+    project: Linear | LowRank
+    A_log: Float[Array, " heads"] | None
+    dt_bias: Float[Array, "heads groups"]
+    bound: float = eqx.field(static=True)
+
+    def __init__(
+        self,
+        model: int,
+        heads: int,
+        groups: int,
+        *,
+        bound: float = -5.0,
+        has_rate: bool = True,
+        rank: int | None = None,
+        rates: tuple[float, float] = (1.0, 1.0),
+        step_init: str = "log_uniform",
+        init: str = "uniform",
+        key: PRNGKeyArray,
+    ):
+        project_key, rate_key, step_key = jax.random.split(key, 3)
+        self.project = make_linear(model, rank, heads * groups, bias=False, init=init, key=project_key)
+        self.A_log = _draw_rates(rate_key, heads, rates) if has_rate else None
+        self.dt_bias = _draw_steps(step_key, (heads, groups), step_init)
+        self.bound = bound
+
+    def __check_init__(self):
+        if not -5 <= self.bound < 0:
+            raise ValueError(f"`BoundedDecay(bound={self.bound})` must lie in [-5, 0).")
+
+    @property
+    def log_decay_min(self) -> float:
+        return self.bound
+
+    def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
+        return bounded_decay(_raw(self.project, x, self.dt_bias.shape), self.A_log, self.dt_bias, self.bound)
+
+
+class SigmoidGate(eqx.Module):
+    """`maximum * sigmoid(project(x))`: an erase gate, a write gate or a beta, per head or per channel."""
+
+    project: Linear
+    heads: int = eqx.field(static=True)
+    maximum: float = eqx.field(static=True)
+
+    def __init__(
+        self, model: int, heads: int, dim: int = 1, *, maximum: float = 1.0, init: str = "uniform", key: PRNGKeyArray
+    ):
+        self.project = Linear(model, heads * dim, init=init, key=key)
+        self.heads = heads
+        self.maximum = maximum
+
+    def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
+        return sigmoid_gate(_raw(self.project, x, (self.heads, -1)), self.maximum)
+
+
+class OutputGate(eqx.Module):
+    """What `activation` is applied to before it multiplies the normalised output: raw values, per head and channel."""
+
+    project: Linear | LowRank
+    heads: int = eqx.field(static=True)
+    activation: Activation = eqx.field(static=True)
+
+    def __init__(
+        self,
+        model: int,
+        heads: int,
+        dim: int,
+        *,
+        activation: Activation,
+        rank: int | None = None,
+        bias: bool = False,
+        init: str = "uniform",
+        key: PRNGKeyArray,
+    ):
+        self.project = make_linear(model, rank, heads * dim, bias=bias, init=init, key=key)
+        self.heads = heads
+        self.activation = activation
+
+    def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
+        out = self.project(x)
+        return out.reshape(*out.shape[:-1], self.heads, -1)
+
+
+def _raw(project, x, heads_and_groups):
+    out = project(x, accumulation_dtype(x.dtype))
+    return out.reshape(*out.shape[:-1], *heads_and_groups)
+
+
+def _draw_rates(key, heads, rates):
+    return jnp.log(jax.random.uniform(key, (heads,), minval=rates[0], maxval=rates[1]))
+
+
+def _draw_steps(key, shape, step_init):
+    if step_init == "ones":
+        return jnp.ones(shape)
+    low, high = jnp.log(1e-3), jnp.log(0.1)
+    return inverse_softplus(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)))

@@ -1,0 +1,378 @@
+"""The trainable layer: project, convolve, normalise, gate, run the operator, gate the output."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+from ._activations import Activation, NormNumerics, gated_rms_norm, l2_normalize
+from ._backend import AbstractBackend
+from ._conv import ShortConv
+from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
+from ._gates import Gates
+from ._linear import Linear
+from ._op import _check_inverse, _check_precision, gated_delta
+from ._recurrent import Recurrent
+from ._rows import Rows, make_rows
+from ._types import accumulation_dtype, as_float_array
+from ._variant import MixerConfig, no_type_check
+
+
+class MixerState(eqx.Module):
+    """What a mixer carries from call to call: a plain pytree of arrays, all with the same leading axes.
+
+    `*states` is nothing (an unbatched mixer), the batch, or the number of documents of `cu_seqlens`.
+
+    **Attributes:**
+
+    - `q_window`, `k_window`, `v_window`: the last `conv_width - 1` inputs of each convolution, oldest first, before it
+        is applied; channels are heads side by side. `None` without convolutions.
+    - `recurrent`: the state of every value head, key axis first; float32, or float64 where x is.
+    """
+
+    q_window: Float[Array, "*states taps key_channels"] | None
+    k_window: Float[Array, "*states taps key_channels"] | None
+    v_window: Float[Array, "*states taps value_channels"] | None
+    recurrent: Float[Array, "*states value_heads key_dim value_dim"]
+
+
+class RMSNorm(eqx.Module):
+    """`gated_rms_norm` of every head, with one weight for all of them."""
+
+    weight: Float[Array, " dim"]
+    eps: float = eqx.field(static=True)
+    numerics: NormNumerics = eqx.field(static=True)
+
+    def __call__(
+        self,
+        x: Float[Array, "*axes dim"],
+        gate: Float[Array, "*axes dim"] | None = None,
+        activation: Activation = "silu",
+    ) -> Float[Array, "*axes dim"]:
+        return gated_rms_norm(x, self.weight, gate, activation=activation, eps=self.eps, numerics=self.numerics)
+
+
+class GatedDeltaMixer(eqx.Module):
+    r"""A sequence-mixing layer of the gated delta family.
+
+    Queries, keys and values are projected from x, each through a short causal convolution and SiLU; queries, keys get
+    unit length per head; the gated delta rule runs; every value head is normalised, multiplied by the activated output
+    gate, and all are projected back. `GDN`, `KDA`, `GDN2` and `SystolicLinearAttention` build the published members,
+    and `GatedDeltaMixer(config, key=key)` any `MixerConfig`.
+
+    Products are computed in the dtype of `x`, to which weights are cast, with sums, gates, norms and states in float32
+    (float64 where x is). `out` has the dtype of `x`.
+
+    **Attributes:**
+
+    - `config`: what the layer is.
+    - `backend`: how the operator runs; `None`: the first backend that can. It is part of the tree's structure: change
+        it with `eqx.tree_at(lambda m: m.backend, mixer, Recurrent(), is_leaf=lambda x: x is None)`.
+    - `q_proj`, `k_proj`, `v_proj`, `o_proj`, `q_conv`, `k_conv`, `v_conv`, `decay`, `erase`, `write`, `out_gate`,
+        `out_norm`: the parts, `None` where the config has none. A tied beta is `erase`. Any part may be replaced by a
+        module that is called alike.
+    """
+
+    config: MixerConfig = eqx.field(static=True)
+    backend: AbstractBackend | None
+    q_proj: Linear
+    k_proj: Linear
+    v_proj: Linear
+    q_conv: ShortConv | None
+    k_conv: ShortConv | None
+    v_conv: ShortConv | None
+    decay: AbstractDecay | None
+    erase: SigmoidGate | None
+    write: SigmoidGate | None
+    out_gate: OutputGate | None
+    out_norm: RMSNorm
+    o_proj: Linear
+
+    @no_type_check
+    def __init__(self, config: MixerConfig, *, backend: AbstractBackend | None = None, key: PRNGKeyArray):
+        if not isinstance(config, MixerConfig):
+            raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but a {type(config).__name__} came.")
+        _check_operator_options(config)
+        keys = jax.random.split(key, 11)
+        c, init = config, config.init
+        key_channels, value_channels = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+        self.config = config
+        self.backend = backend
+        self.q_proj = Linear(c.model, key_channels, init=init, key=keys[0])
+        self.k_proj = Linear(c.model, key_channels, init=init, key=keys[1])
+        self.v_proj = Linear(c.model, value_channels, init=init, key=keys[2])
+        self.q_conv = self.k_conv = self.v_conv = None
+        if c.conv_width is not None:
+            self.q_conv = ShortConv(key_channels, c.conv_width, bias=c.conv_bias, key=keys[3])
+            self.k_conv = ShortConv(key_channels, c.conv_width, bias=c.conv_bias, key=keys[4])
+            self.v_conv = ShortConv(value_channels, c.conv_width, bias=c.conv_bias, key=keys[5])
+        self.decay = _make_decay(c, keys[6])
+        self.erase = _make_erase(c, keys[7])
+        self.write = _make_write(c, keys[8])
+        self.out_gate = None
+        if c.output_gate is not None:
+            self.out_gate = OutputGate(
+                c.model,
+                c.value_heads,
+                c.value_dim,
+                activation=c.output_gate,
+                rank=c.output_gate_rank,
+                bias=c.output_gate_bias,
+                init=init,
+                key=keys[9],
+            )
+        self.out_norm = RMSNorm(jnp.ones((c.value_dim,)), c.norm_eps, c.norm_numerics)
+        self.o_proj = Linear(value_channels, c.model, init=init, key=keys[10])
+
+    @no_type_check
+    def __call__(
+        self,
+        x: Float[Array | np.ndarray, "*batch time model"],
+        state: MixerState | None = None,
+        *,
+        mask: Bool[Array | np.ndarray, "*batch time"] | None = None,
+        segment_ids: Int[Array | np.ndarray, "*batch time"] | None = None,
+        cu_seqlens: Int[Array | np.ndarray, " documents_and_1"] | None = None,
+        key: PRNGKeyArray | None = None,
+    ) -> tuple[Float[Array, "*batch time model"], MixerState]:
+        """Mix a sequence, or a batch of them.
+
+        **Arguments:**
+
+        - `x`: `[time, model]` or `[batch, time, model]`, any float dtype.
+        - `state`: what the call before returned, to continue; zeros if `None`. Unbatched for an unbatched `x`.
+        - `mask`: `[time]` or `[batch, time]` booleans, true at real tokens. Padding may be anywhere: its output is 0,
+            and it leaves no trace in any state or in any other token.
+        - `segment_ids`: `[time]` or `[batch, time]` integers that rise along time; tokens of different ids do not see
+            each other, in the convolution neither. Negative is padding. A given state continues the first document of
+            each row, and the state returned is that of the last.
+        - `cu_seqlens`: `[documents + 1]` offsets of packed documents, for one row. States have one entry per document:
+            each continues its own, and a document without tokens keeps its states bit for bit.
+        - `key`: ignored; here so that the layer fits where a key is passed to every layer.
+
+        A mask beside `cu_seqlens` that takes a token out of a document raises where both are concrete; where traced,
+        the token is padding. An all-true mask changes nothing.
+
+        **Returns:** `(out, state)`: out in the shape and dtype of `x`, and the state after the last real token, in the
+        dtypes of the state that came.
+
+        A token that is not finite spoils outputs and state of its own document from there on, and nothing else.
+
+        **Raises:** `TypeError` and `ValueError` for arguments that do not fit; see also `gated_delta`.
+        """
+        del key
+        x = as_float_array("x", x)
+        self._check_x(x, (2, 3), "[time, model] or [batch, time, model]")
+        single = x.ndim == 2
+        if single:
+            x = x[None]
+            mask, segment_ids = _add_axis("mask", mask), _add_axis("segment_ids", segment_ids)
+        rows = make_rows(mask, segment_ids, cu_seqlens, *x.shape[:2])
+        states: tuple[int, ...] = () if single else x.shape[:1]
+        if cu_seqlens is not None:
+            states = (cu_seqlens.shape[0] - 1,)
+        self._check_state(state, states)
+        if states == ():
+            out, state = self._run(x, _map_state(lambda a: a[None], state), rows, self.backend)
+            return out[0], _map_state(lambda a: a[0], state)
+        out, state = self._run(x, state, rows, self.backend)
+        return out[0] if single else out, state
+
+    @no_type_check
+    def step(
+        self, x: Float[Array | np.ndarray, "*batch model"], state: MixerState
+    ) -> tuple[Float[Array, "*batch model"], MixerState]:
+        """One token of a sequence, `x` `[model]`, or of a batch of them, `[batch, model]`: the decoding form.
+
+        Feeding tokens one by one equals one call. The new state has the shapes and dtypes of the old, so `step` can be
+        the body of a `lax.scan`. `init_state` makes the first one.
+        """
+        x = as_float_array("x", x)
+        self._check_x(x, (1, 2), "[model] or [batch, model]")
+        if state is None:
+            raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
+        self._check_state(state, x.shape[:-1])
+        if x.ndim == 1:
+            out, state = self._run(x[None, None], _map_state(lambda a: a[None], state), None, Recurrent())
+            return out[0, 0], _map_state(lambda a: a[0], state)
+        out, state = self._run(x[:, None], state, None, Recurrent())
+        return out[:, 0], state
+
+    def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:
+        """The state before the first token, all zeros: for one sequence, or for `batch` sequences (or documents).
+
+        `dtype` is that of the convolutions' windows, by default that of the weights: give the dtype of `x` where it
+        differs. `recurrent` is float32, or float64 if `dtype` is.
+        """
+        lead = () if batch is None else (batch,)
+        dtype = self.q_proj.weight.dtype if dtype is None else jnp.dtype(dtype)
+        shapes = self._state_shapes(lead)
+        q, k, v = (None if shape is None else jnp.zeros(shape, dtype) for shape in shapes[:3])
+        return MixerState(q, k, v, jnp.zeros(shapes[3], accumulation_dtype(dtype)))
+
+    # ---- the computation
+    # -----------------------------------------------------------------------------------------------
+
+    def _run(
+        self, x: Float[Array, "batch time model"], state: MixerState | None, rows: Rows | None, backend: Any
+    ) -> tuple[Float[Array, "batch time model"], MixerState]:
+        c, dtype = self.config, x.dtype
+        documents = None if rows is None else rows.documents
+        if rows is not None:
+            x = rows.gather(x)
+        # What is not finite is taken out here and put back behind the operator, which knows what it spoils: a select
+        # lets no NaN through in the backward pass, the products of the layer would.
+        fine = _finite(x)
+        x = _only(fine, x)
+        inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        fine = fine & _finite(inputs[0]) & _finite(inputs[1]) & _finite(inputs[2])
+        windows = (None, None, None) if state is None else (state.q_window, state.k_window, state.v_window)
+        convolved = [
+            self._convolve(conv, _only(fine, a), window, documents)
+            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
+        ]
+        (q, k, v), windows = zip(*convolved, strict=True)
+        q, k, v = (
+            a.reshape(*a.shape[:2], heads, -1) for a, heads in ((q, c.key_heads), (k, c.key_heads), (v, c.value_heads))
+        )
+        if c.variant.qk_norm == "l2":
+            q, k = l2_normalize(q), l2_normalize(k)
+        v = jnp.where(fine[..., None, None], v, jnp.nan)
+        recurrent = None if state is None else state.recurrent
+        out, final = gated_delta(
+            q.astype(dtype),
+            k.astype(dtype),
+            v.astype(dtype),
+            self._gates(x),
+            initial_state=recurrent,
+            segment_ids=None if documents is None else documents.segment_ids,
+            cu_seqlens=None if documents is None else documents.offsets,
+            scale=c.variant.scale,
+            inverse=self._inverse(dtype),
+            precision=c.precision,
+            backend=backend,
+        )
+        if recurrent is not None:
+            final = final.astype(recurrent.dtype)
+        fine = jnp.all(jnp.isfinite(out), axis=(-2, -1))
+        out = jnp.where(fine[..., None, None], out, jnp.zeros_like(out))
+        if self.out_gate is None:
+            out = self.out_norm(out)
+        else:
+            out = self.out_norm(out, self.out_gate(x), self.out_gate.activation)
+        out = self.o_proj(out.reshape(*out.shape[:2], -1))
+        out = jnp.where(fine[..., None], out, jnp.nan)
+        if rows is not None:
+            out = rows.scatter(out)
+        return out, MixerState(windows[0], windows[1], windows[2], final)
+
+    def _convolve(self, conv, x, window, documents):
+        """Convolution, if any, and SiLU, in the accumulation dtype; and the new window."""
+        if conv is None:
+            return jax.nn.silu(x.astype(accumulation_dtype(x.dtype))), None
+        out, window = conv(x, window, documents)
+        return jax.nn.silu(out), window
+
+    def _gates(self, x) -> Gates:
+        variant = self.config.variant
+        return Gates(
+            None if self.decay is None else self.decay(x),
+            None if self.erase is None else self.erase(x),
+            None if self.write is None else self.write(x),
+            is_tied=variant.tied,
+            erase_max=1.0 if self.erase is None else self.erase.maximum,
+            log_decay_min=None if self.decay is None else self.decay.log_decay_min,
+        )
+
+    def _inverse(self, dtype) -> str:
+        if self.config.inverse != "auto":
+            return self.config.inverse
+        return "approx" if dtype == jnp.bfloat16 and self.config.variant.erase_max == 1 else "exact"
+
+    # ---- checks
+    # --------------------------------------------------------------------------------------------------------
+
+    def _check_x(self, x, ndims, layout):
+        if x.ndim not in ndims or x.shape[-1] != self.config.model:
+            raise ValueError(f"`x` must be {layout} with model = {self.config.model}, but its shape is {x.shape}.")
+
+    def _state_shapes(self, lead):
+        c = self.config
+        key_channels, value_channels = c.key_heads * c.key_dim, c.value_heads * c.value_dim
+        windows = [
+            None if c.conv_width is None else (*lead, c.conv_width - 1, channels)
+            for channels in (key_channels, key_channels, value_channels)
+        ]
+        return *windows, (*lead, c.value_heads, c.key_dim, c.value_dim)
+
+    def _check_state(self, state, lead):
+        if state is None:
+            return
+        if not isinstance(state, MixerState):
+            raise TypeError(f"`state` must be a `MixerState`, but a {type(state).__name__} came.")
+        names = ("q_window", "k_window", "v_window", "recurrent")
+        for name, shape in zip(names, self._state_shapes(lead), strict=True):
+            came = getattr(state, name)
+            came = None if came is None else tuple(came.shape)
+            if came != shape:
+                raise ValueError(
+                    f"`state.{name}` must have the shape {shape} for this call, but it is {came}. "
+                    "`mixer.init_state(batch)` makes a state for a batch or for the documents of `cu_seqlens`, "
+                    "`mixer.init_state()` one for a single sequence."
+                )
+
+
+def _make_decay(c: MixerConfig, key) -> AbstractDecay | None:
+    if c.variant.decay == "none":
+        return None
+    groups, bound = c.variant.decay_groups(c.key_dim), c.variant.log_decay_min
+    options: dict[str, Any] = dict(rank=c.decay_rank, rates=c.decay_rates, step_init=c.step_init, init=c.init, key=key)
+    if bound is None:
+        return SoftplusDecay(c.model, c.owners, groups, **options)
+    return BoundedDecay(c.model, c.owners, groups, bound=bound, has_rate=c.has_rate, **options)
+
+
+def _make_erase(c: MixerConfig, key) -> SigmoidGate | None:
+    if c.variant.erase == "none":
+        return None
+    dim = 1 if c.variant.erase == "head" else c.key_dim
+    return SigmoidGate(c.model, c.owners, dim, maximum=c.variant.erase_max, init=c.init, key=key)
+
+
+def _make_write(c: MixerConfig, key) -> SigmoidGate | None:
+    if c.variant.tied or c.variant.write == "one":
+        return None
+    dim = 1 if c.variant.write == "head" else c.value_dim
+    return SigmoidGate(c.model, c.value_heads, dim, init=c.init, key=key)
+
+
+def _check_operator_options(c: MixerConfig):
+    """`inverse` and `precision` as the operator checks them, when the layer is made rather than when it runs."""
+    _check_precision(c.precision)
+    if c.inverse != "auto":
+        decay = None if c.variant.decay == "none" else jnp.zeros((1, 1, 1, 1))
+        gates = Gates(decay, erase_max=c.variant.erase_max, log_decay_min=c.variant.log_decay_min)
+        _check_inverse(c.inverse, gates, np.dtype("float32"))
+
+
+def _add_axis(name, x):
+    if x is None or not isinstance(x, (jax.Array, np.ndarray)):
+        return x
+    if x.ndim != 1:
+        raise ValueError(f"`{name}` must be [time] where `x` is [time, model], but its shape is {x.shape}.")
+    return x[None]
+
+
+def _map_state(function, state):
+    return jax.tree.map(function, state)
+
+
+def _finite(x):
+    return jnp.all(jnp.isfinite(x), axis=-1)
+
+
+def _only(fine, x):
+    return jnp.where(fine[..., None], x, jnp.zeros_like(x))

@@ -1,0 +1,15 @@
+"""The published members of the family: each a record, a constructor, its equation and where it comes from."""
+
+from ._gdn import GDN as GDN
+from ._gdn import gdn as gdn
+from ._gdn2 import GDN2 as GDN2
+from ._gdn2 import gdn2 as gdn2
+from ._kda import KDA as KDA
+from ._kda import kda as kda
+from ._sla import SLA as SLA
+from ._sla import SystolicLinearAttention as SystolicLinearAttention
+from ._sla import sla as sla
+from ._sla import sla_r1 as sla_r1
+from ._sla import sla_r2 as sla_r2
+from ._sla import sla_r4 as sla_r4
+from ._sla import sla_r8 as sla_r8
