@@ -3,13 +3,14 @@
 PYTHON ?=
 VENV ?= .venv
 ARGS ?=
+PYTHON312 ?=
 
 install = @PYTHON='$(PYTHON)' VENV='$(VENV)' scripts/venv.sh
 python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-thorough test-slow test-smoke lint types dist hooks clean
+.PHONY: help demo test test-thorough test-slow test-smoke lint types dist bench hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -56,9 +57,14 @@ dist: ## build sdist and wheel, then run the README's first example with the whe
 	@$(python) -m build >$(VENV)/build.log 2>&1 || { tail -n 40 $(VENV)/build.log; exit 1; }
 	@$(python) scripts/check_wheel.py
 
+bench: ## time forward + backward on one CPU core beside maxtext's (installed from PyPI into .venv-maxtext; needs Python 3.12)
+	$(install) bench
+	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh maxtext
+	@$(python) benchmarks/bench_op.py --peer-python .venv-maxtext/bin/python $(ARGS)
+
 hooks: ## run `make lint types` before every commit
 	$(install) dev test
 	@$(VENV)/bin/pre-commit install
 
 clean: ## remove the environments, builds and caches
-	rm -rf .venv .venv312 dist build site .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv312 .venv-* dist build site .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,29 @@
+"""Every Python block of the README and of docs/ runs, file by file, in the order in which it is read."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs(page):
+    text = page.read_text()
+    names = {"__name__": "__docs__"}
+    for block in BLOCK.finditer(text):
+        line = text.count("\n", 0, block.start(1))
+        exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_links_of_a_page_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        assert target.startswith("http") or (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_readme_has_code_to_run():
+    assert len(BLOCK.findall((ROOT / "README.md").read_text())) >= 4
