@@ -1,15 +1,14 @@
 """The XLA backend: cut every row into chunks, factor all of them, carry the state from chunk to chunk."""
 
 import dataclasses
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
 
 from ._backend import AbstractBackend, Problem, Result, entry_state
+from ._chunk_layout import ChunkLayout, lay_out
 from ._tile import Arithmetic, Tile, chunk_step
 from ._types import CHUNK_SIZES
 
@@ -39,12 +38,8 @@ class Chunked(AbstractBackend):
         arithmetic = Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max)
         time = problem.k.shape[1]
         size = min(self.chunk_size, max(1 << (time - 1).bit_length(), CHUNK_SIZES[0]))
-        packing = problem.packing
-        if packing is not None and packing.slot is not None:
-            layout = _layout_documents(problem, packing.start, packing.slot, packing.document, size)
-        else:
-            layout = _layout_rows(problem, size)
-        tiles = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), layout.tiles)
+        layout = lay_out(problem, size)
+        tiles = _tiles(problem, layout, size)
         bank = problem.initial_state
         rows = jnp.arange(problem.k.shape[0])
 
@@ -69,7 +64,9 @@ class Chunked(AbstractBackend):
             final = jnp.broadcast_to(state[:, None], problem.state_shape) if bank is None else bank
         xs = (tiles, *jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (layout.begin, layout.slot)))
         (state, _, final), out = self._scan(one_chunk, (state, entry, final), xs)
-        out = layout.gather(jnp.moveaxis(out, 0, 1)) * jnp.asarray(problem.scale, problem.accumulation)
+        out = jnp.transpose(out, (1, 0, 3, 2, 4))
+        out = layout.gather(out.reshape(out.shape[0], -1, *out.shape[3:]))
+        out = out * jnp.asarray(problem.scale, problem.accumulation)
         return out, state[:, None] if final is None else final
 
     def _scan(self, body, carry, xs):
@@ -96,72 +93,16 @@ def _scan_in_groups(body, carry, xs, length):
     return carry, jnp.concatenate([out, rest])
 
 
-class _Layout(NamedTuple):
-    """Chunks of every row, `[batch, chunks, heads, size, dim]`, and the way back.
-
-    `begin` and `slot` are per chunk, where every document has states of its own: whether the chunk is its document's
-    first, and which slot the document has (out of range for a chunk without one).
-    """
-
-    tiles: Tile
-    begin: Bool[Array, "batch chunks"] | None
-    slot: Int[Array, "batch chunks"] | None
-    gather: Callable
-
-
-def _layout_rows(problem: Problem, size: int) -> _Layout:
-    """Cut each row every `size` tokens; documents may begin anywhere in a chunk."""
-    batch, time = problem.k.shape[:2]
-    chunks = -(-time // size)
+def _tiles(problem: Problem, layout: ChunkLayout, size: int) -> Tile:
+    """The inputs of every chunk, `[chunks, batch, heads, size, dim]`."""
 
     def cut(x):
-        x = jnp.pad(x, ((0, 0), (0, chunks * size - time), *((0, 0),) * (x.ndim - 2)))
-        return jnp.swapaxes(x.reshape(batch, chunks, size, *x.shape[2:]), 2, 3)
+        x = layout.lay(x).reshape(x.shape[0], layout.count, size, *x.shape[2:])
+        return jnp.transpose(x, (1, 0, 3, 2, 4))
 
-    document = None
-    if problem.packing is not None:
-        document = jnp.pad(problem.packing.document, ((0, 0), (0, chunks * size - time)), mode="edge")
-        document = document.reshape(batch, chunks, 1, size)
-
-    def gather(out):
-        return jnp.swapaxes(out, 2, 3).reshape(batch, chunks * size, *out.shape[2:3], out.shape[4])[:, :time]
-
-    return _Layout(_tiles(problem, cut, document), None, None, gather)
-
-
-def _layout_documents(problem: Problem, start, slot, document, size: int) -> _Layout:
-    """Begin every document at a new chunk, so that a chunk never holds two: at most one more chunk per document."""
-    batch, time = problem.k.shape[:2]
-    chunks = time // size + problem.slots + 1  # the one more: padding before the first document
-    target = jax.vmap(lambda document: _aligned_positions(document, size, problem.slots + 1))(document)
-    source = jnp.full((batch, chunks * size), time, target.dtype)
-    source = jax.vmap(lambda s, t: s.at[t].set(jnp.arange(time, dtype=t.dtype)))(source, target)
-
-    def cut(x):
-        x = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=0))(x, source)
-        return jnp.swapaxes(x.reshape(batch, chunks, size, *x.shape[2:]), 2, 3)
-
-    def gather(out):
-        out = jnp.swapaxes(out, 2, 3).reshape(batch, chunks * size, out.shape[2], out.shape[4])
-        return jax.vmap(lambda x, t: x[t])(out, target)
-
-    first = source[:, ::size]
-    begin = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=False))(start, first)
-    slot = jax.vmap(lambda x, s: x.at[s].get(mode="fill", fill_value=problem.slots))(slot, first)
-    return _Layout(_tiles(problem, cut, None), begin, slot, gather)
-
-
-def _aligned_positions(document: Int[Array, " time"], size: int, documents: int) -> Int[Array, " time"]:
-    """Where each token of a row goes when every document begins at a multiple of `size`."""
-    lengths = jax.ops.segment_sum(jnp.ones_like(document), document, documents)
-    starts = jnp.cumsum(lengths) - lengths
-    chunks = -(-lengths // size)
-    moved = (jnp.cumsum(chunks) - chunks) * size
-    return jnp.arange(document.shape[0], dtype=document.dtype) + (moved - starts)[document]
-
-
-def _tiles(problem: Problem, cut, document) -> Tile:
     write = problem.erase if problem.tied else problem.write
-    optional = (problem.log_decay, problem.erase, write)
-    log_decay, erase, write = (None if x is None else cut(x) for x in optional)
+    log_decay, erase, write = (None if x is None else cut(x) for x in (problem.log_decay, problem.erase, write))
+    document = layout.document
+    if document is not None:
+        document = jnp.swapaxes(document.reshape(-1, layout.count, 1, size), 0, 1)
     return Tile(cut(problem.q), cut(problem.k), cut(problem.v), log_decay, erase, write, document)
