@@ -17,7 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 GRANULE = 32  # bytes that a DMA counts in
 MASK = 0xFFFFFFFF
-RUNTIME_WORDS = {"core index": 0, "chip ID": 0, "program descriptor state": 1, "rng seed": 1}  # by the dump's own tags
+# What the runtime leaves in SMEM for a program to read, by the dump's tags: core 0 of chip 0 runs a program, seeded.
+RUNTIME_WORDS = {
+    r"- core index$": 0,
+    r"- chip ID$": 0,
+    r"- program descriptor state$|0xfffa8 - tc block word$": 1,
+    r"- rng seed$|0xfff80 - tc block word$": 1,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +96,9 @@ def _read_instruction(text: str) -> Instruction | None:
     if guard:
         rest = rest[: guard.start()] + rest[guard.end() :]
     target, callee = re.search(r"bundleno = (\d+)", rest), re.search(r"CALLEE=(\S+)", rest)
-    args = _split(rest.replace("]] %", "]], %"))
+    args = _split(rest)
+    if op == "sst" and len(args) == 1:  # [address] value
+        args = re.fullmatch(r"(.*\])\s*(\S+)", args[0], re.S).groups()
     return Instruction(
         result=result,
         op=op,
@@ -508,7 +516,12 @@ class Program:
 
     def count(self, delay_slots: int, **settings) -> Counts:
         """Executes one call; `settings` as for `Machine`."""
-        words = {n: value for n, a in self.allocations.items() for tag, value in RUNTIME_WORDS.items() if tag in a.tag}
+        words = {
+            name: value
+            for name, allocation in self.allocations.items()
+            for tag, value in RUNTIME_WORDS.items()
+            if re.search(tag, allocation.tag)
+        }
         machine = Machine(self.name, self.bundles, delay_slots, words=words, **settings)
         times = machine.run()
         ran = [(n, row) for n, row in zip(times, self.rows) if n]

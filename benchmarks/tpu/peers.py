@@ -1,0 +1,115 @@
+"""The peers at the work of our cases: one function each, for `tpu_schedule.py` in an environment that has them installed
+(`benchmarks/tpu-peers.txt`).
+
+One sequence, no initial state, key and value width 128, bf16 q, k, v, float32 gates in log space, nothing normalised; a
+peer that is served only as a fused layer (convolution, activation, norm and gates inside) says so in its name. Each
+function returns `(callable, arguments, facts)`.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import ShapeDtypeStruct as Shape
+
+WIDTH = 128
+bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+
+def _with_backward(forward, arguments, out, backward):
+    """Forward alone, or forward and then the gradients of every argument, as one program."""
+    if not backward:
+        return forward, arguments
+
+    def both(cotangent, *arguments):
+        result, pull = jax.vjp(forward, *arguments)
+        return result, pull(cotangent)
+
+    return both, [out, *arguments]
+
+
+def tokamax_kda(time=8192, heads=16, backward=False, remat=False, chunk=64):
+    from tokamax._src.ops.kda import pallas_mosaic_tpu as tokamax
+
+    config = tokamax.Config(chunk_size=chunk, rematerialize_for_backward=remat)
+    op = tokamax.PallasMosaicTpuKimiDeltaAttention(bypass_device_check=True, config=config)
+    off = dict.fromkeys(("initial_state", "a_log", "delta_time_bias", "segment_ids", "lower_bound"))
+    off |= dict.fromkeys(("context_parallel_metadata", "max_num_segments"))
+    off |= dict.fromkeys(("output_final_state", "use_qk_l2norm", "use_gate_in_kernel"), False)
+
+    def forward(q, k, v, gate, beta):
+        return op(query=q, key=k, value=v, gate=gate, beta=beta, scale=WIDTH**-0.5, **off)[0]
+
+    x = Shape((heads, 1, time, WIDTH), bf16)
+    arguments = [x, x, x, Shape(x.shape, f32), Shape(x.shape[:3], f32)]
+    # The kernels read the sequence's bounds and each chunk's sequence: one sequence, number 0.
+    prefetched = {"*_varlen*": {0: [0, time], 1: [0] * (time // chunk)}}
+    return *_with_backward(forward, arguments, x, backward), _facts(time, heads, operands=prefetched)
+
+
+def deltanet_tpu(kind, time=8192, heads=16, key_heads=None, backward=False, chunk=128):
+    import deltanet_tpu
+
+    key, value = (Shape((1, time, h, WIDTH), bf16) for h in (key_heads or heads, heads))
+    per_head, per_channel = Shape(value.shape[:3], f32), Shape(key.shape, f32)
+    gates = {"gdn": [per_head, per_head], "kda": [per_channel, per_head], "gdn2": [per_channel, key, value]}[kind]
+    op = {"gdn": deltanet_tpu.chunk_gdn, "kda": deltanet_tpu.chunk_kda, "gdn2": deltanet_tpu.chunk_gdn2}[kind]
+
+    def forward(*arguments):
+        return op(*arguments, chunk_size=chunk, precision="bf16")
+
+    # XLA gives some of its copies to SparseCores, by a queue: no entry of it wraps around.
+    facts = _facts(time, heads, settle=["TLP:*=skip"])
+    return *_with_backward(forward, [key, key, value, *gates], value, backward), facts
+
+
+def _layer(time, heads, key_heads, gate_width):
+    """What both fused layers take: the joint projections, raw gates, the caches and weights; one sequence."""
+    channels = (2 * key_heads + heads) * WIDTH
+    arrays = {
+        "qkv": Shape((time, channels), bf16),
+        "b": Shape((time, heads), bf16),
+        "a": Shape((time, gate_width), bf16),
+        "conv_state": Shape((2, 3, channels), bf16),
+        "recurrent_state": Shape((2, heads, WIDTH, WIDTH), f32),
+        "conv_weight": Shape((channels, 1, 4), bf16),
+        "conv_bias": Shape((channels,), bf16),
+        "a_log": Shape((heads,), f32),
+        "dt_bias": Shape((gate_width,), bf16),
+    }
+    sequence = {
+        "query_start_loc": np.array([0, time], np.int32),
+        "state_indices": np.array([1], np.int32),
+        "distribution": np.array([0, 1, 1], np.int32),
+        "seq_lens": np.array([time], np.int32),
+        "read_state_indices": np.array([1], np.int32),
+    }
+    return arrays, sequence, dict(n_kq=key_heads, n_v=heads, d_k=WIDTH, d_v=WIDTH, kernel_size=4)
+
+
+def flywheel_layer(kind, time=8192, heads=16, key_heads=None):
+    from flywheel_tpu import linear_attention
+
+    op = {"gdn": linear_attention.fused_conv1d_gdn, "kda": linear_attention.fused_conv1d_kda}[kind]
+    arrays, sequence, sizes = _layer(time, heads, key_heads or heads, heads if kind == "gdn" else heads * WIDTH)
+
+    def forward(*arguments):
+        return op(*arguments, *map(jnp.asarray, sequence.values()), **sizes)[1]
+
+    return forward, [*arrays.values()], _facts(time, heads)
+
+
+def tokamax_layer(time=8192, heads=16, key_heads=None):
+    from tokamax._src.ops.causal_conv1d_gated_delta_rule import pallas_mosaic_tpu as tokamax
+
+    op = tokamax.PallasMosaicTpuCausalConv1dGatedDeltaRule(bypass_device_check=True)
+    arrays, sequence, sizes = _layer(time, heads, key_heads or heads, heads)
+
+    def forward(*arguments):
+        constants = {name: jnp.asarray(x) for name, x in sequence.items()}
+        return op(**dict(zip(arrays, arguments)), **constants, **sizes)[1]
+
+    return forward, [*arrays.values()], _facts(time, heads)
+
+
+def _facts(time, heads, **more):
+    return {"tokens": time, "heads": heads, **more}
