@@ -92,24 +92,31 @@ def _check_ids(ids, num_segments, checked):
             raise ValueError(f"{rises}, but row {row} falls to {values[row, position]} at token {position}.")
     elif checked:
         ids = eqx.error_if(ids, (ids < lax.cummax(ids, axis=1)) & (ids >= 0), f"{rises}, but those of this call fall.")
-        if num_segments is not None:
+        if num_segments is not None and num_segments <= jnp.iinfo(ids.dtype).max:
             ids = eqx.error_if(ids, ids >= num_segments, f"{below}, but those of this call are not.")
     return ids
 
 
 def _packing_from_ids(ids, num_segments):
-    # Traced ids that fall join the largest before them; ids past `num_segments` are padding.
+    # Traced ids that fall join the largest before them; ids past `num_segments` are padding. They are compared in the
+    # dtype they came in, so that neither an id beyond int32 nor a `num_segments` beyond int8 wraps around.
+    if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4:
+        # JAX would cut these to 32 bits. Only their order counts.
+        ranks = ids if num_segments is not None else np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
+        ids = np.where(ids < 0, -1, ranks.astype(np.int64)).astype(np.int32)
     ids = jnp.asarray(ids)
     real = ids >= 0
-    if num_segments is not None:
+    if num_segments is not None and num_segments <= jnp.iinfo(ids.dtype).max:
         real = real & (ids < num_segments)
-    ids = lax.cummax(jnp.where(real, ids, -1).astype(jnp.int32), axis=1)
-    before = jnp.concatenate([jnp.full_like(ids[:, :1], -1), ids[:, :-1]], axis=1)
-    changes = ids != before
+    top = lax.cummax(jnp.where(real, ids, jnp.zeros_like(ids)), axis=1)
+    seen = lax.cummax(real.astype(jnp.int32), axis=1) > 0
+    seen_before = jnp.concatenate([jnp.zeros_like(seen[:, :1]), seen[:, :-1]], axis=1)
+    changes = top != jnp.concatenate([top[:, :1], top[:, :-1]], axis=1)
     if num_segments is None:
-        return Packing(changes & (before >= 0), None), real, (ids.shape[0],)
-    slot = jnp.where(ids < 0, num_segments, ids)
-    return Packing(changes, slot), real, (ids.shape[0], num_segments)
+        return Packing(changes & seen_before, None), real, (ids.shape[0],)
+    start = seen & (changes | ~seen_before)
+    slot = jnp.where(seen, top.astype(jnp.int32), num_segments)
+    return Packing(start, slot), real, (ids.shape[0], num_segments)
 
 
 def _packing_from_offsets(offsets, batch, time, checked):
@@ -121,15 +128,16 @@ def _packing_from_offsets(offsets, batch, time, checked):
     if offsets.ndim != 1 or offsets.shape[0] < 1:
         raise ValueError(f"`cu_seqlens` must be [documents + 1], but its shape is {offsets.shape}.")
     documents = offsets.shape[0] - 1
+    limit = min(time, jnp.iinfo(offsets.dtype).max)
     rule = f"`cu_seqlens` must begin with 0, never fall, and end at most at time = {time}"
     if is_concrete(offsets):
-        values = np.asarray(offsets)
+        values = np.asarray(offsets).astype(np.int64)  # the difference of two unsigned numbers cannot be negative
         if values[0] != 0 or (np.diff(values) < 0).any() or values[-1] > time:
             raise ValueError(f"{rule}, but it is {np.array2string(values, threshold=12)}.")
     elif checked:
-        bad = (offsets[0] != 0) | jnp.any(jnp.diff(offsets) < 0) | (offsets[-1] > time)
+        bad = (offsets[0] != 0) | jnp.any(offsets[1:] < offsets[:-1]) | (offsets[-1] > limit)
         offsets = eqx.error_if(offsets, bad, f"{rule}, but that of this call does not.")
-    offsets = lax.cummax(jnp.clip(jnp.asarray(offsets), 0, time).astype(jnp.int32))
+    offsets = lax.cummax(jnp.clip(jnp.asarray(offsets), 0, limit).astype(jnp.int32))
     if documents == 0 or time == 0:
         return None, None, (documents,)
     position = jnp.arange(time, dtype=jnp.int32)
