@@ -51,14 +51,14 @@ class Chunked(AbstractBackend):
                 state = jnp.where(begin[:, None, None, None], own, state)
             elif entry is not None:
                 tile = dataclasses.replace(tile, entry=entry)
-                entry = tile.document[..., -1]
+                entry = tile.document[..., -1:]
             state, out = chunk_step(state, tile, arithmetic)
             if slot is not None:
                 final = final.at[rows, slot].set(state, mode="drop")
             return (state, entry, final), out
 
         state = entry_state(problem)
-        entry = None if tiles.document is None else tiles.document[0, :, :, 0] * 0
+        entry = None if tiles.document is None else tiles.document[0, ..., :1] * 0
         final = None
         if layout.slot is not None:
             final = jnp.broadcast_to(state[:, None], problem.state_shape) if bank is None else bank
@@ -104,5 +104,5 @@ def _tiles(problem: Problem, layout: ChunkLayout, size: int) -> Tile:
     log_decay, erase, write = (None if x is None else cut(x) for x in (problem.log_decay, problem.erase, write))
     document = layout.document
     if document is not None:
-        document = jnp.swapaxes(document.reshape(-1, layout.count, 1, size), 0, 1)
+        document = jnp.swapaxes(document.reshape(-1, layout.count, 1, 1, size), 0, 1)
     return Tile(cut(problem.q), cut(problem.k), cut(problem.v), log_decay, erase, write, document)

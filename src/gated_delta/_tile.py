@@ -65,8 +65,8 @@ class Tile(eqx.Module):
     log_decay: Float[Array, "*owners chunk groups"] | None
     erase: Float[Array, "*owners chunk erase_dim"] | None
     write: Float[Array, "*owners chunk write_dim"] | None
-    document: Int[Array, "*rows 1 chunk"] | None = None
-    entry: Int[Array, "*rows 1"] | None = None
+    document: Int[Array, "*rows 1 1 chunk"] | None = None
+    entry: Int[Array, "*rows 1 1 1"] | None = None
 
 
 class Factors(eqx.Module):
@@ -424,9 +424,8 @@ def _document_masks(tile: Tile):
     whether the entering state leaves. All `None` for a tile inside one document."""
     if tile.document is None or tile.entry is None:
         return None, None, None, None
-    document = tile.document[..., None, :]  # [*rows, 1, 1, chunk]
-    column = jnp.swapaxes(document, -1, -2)
-    entry, last = tile.entry[..., None, None], column[..., -1:, :]
+    document, entry = tile.document, tile.entry
+    column, last = jnp.swapaxes(document, -1, -2), document[..., -1:]
     return column == document, column == entry, column == last, entry == last
 
 

@@ -1,0 +1,42 @@
+"""Sizes of a kernel's tiles: they change its speed, never its numbers."""
+
+import equinox as eqx
+
+from gated_delta._types import CHUNK_SIZES
+
+
+class TileConfig(eqx.Module):
+    """What one grid step works on. `None` leaves a size to the backend.
+
+    - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
+    - `owners`: states (key heads, or value heads where they own the gates) that advance side by side.
+    """
+
+    chunk_size: int | None = eqx.field(static=True, default=None)
+    owners: int | None = eqx.field(static=True, default=None)
+
+    def __check_init__(self):
+        if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
+            raise ValueError(f"`TileConfig(chunk_size={self.chunk_size})` must be one of {CHUNK_SIZES}, or None.")
+        if self.owners is not None and self.owners < 1:
+            raise ValueError(f"`TileConfig(owners={self.owners})` must be at least 1, or None.")
+
+
+class Sizes(eqx.Module):
+    """A `TileConfig` settled for one problem: static and hashable."""
+
+    chunk: int = eqx.field(static=True)
+    owners: int = eqx.field(static=True)
+    key_heads: int = eqx.field(static=True)
+
+
+def settle(config: TileConfig, time: int, key_heads: int, owners: int) -> Sizes:
+    """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence."""
+    chunk = config.chunk_size or 128
+    while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
+        chunk //= 2
+    group = owners // key_heads
+    wanted = config.owners or 8
+    fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
+    chosen = max(fitting, default=group)
+    return Sizes(chunk, chosen, chosen // group)
