@@ -69,7 +69,7 @@ def read_bundles(text: str) -> list[list[Instruction]]:
     """The scalar, branch, DMA and call instructions of every bundle, in the order in which they take effect."""
     text = re.sub(r"(inlined_call\b[^\n/]*)/\* %?(\S+)(?: =.*?)?\*/", r"\1 CALLEE=\2 ", text, flags=re.S)
     text = text.replace("/*size_in_granules=*/", "SIZE=")
-    text = re.sub(r"/\*.*?\*/", "", text, flags=re.S)
+    text = re.sub(r"/\*.*?\*/|\[(?:resolvable|thread):\S*\]", "", text, flags=re.S)
     starts = [*_BUNDLE.finditer(text)]
     ends = [match.start() for match in starts[1:]] + [len(text)]
     return [_read_bundle(text[match.end() : end]) for match, end in zip(starts, ends)]
