@@ -96,7 +96,14 @@ def gated_delta(
     )
     if call.problem is None:
         return call.nothing()
-    return call.finish(choose(call.problem, backend)(call.problem))
+    return _execute(choose(call.problem, backend), call)
+
+
+@jax.jit
+def _execute(backend: AbstractBackend, call: "_Call"):
+    """Under `jit` by itself, because a call outside `jit` would else compile its loop over chunks anew every time."""
+    assert call.problem is not None
+    return call.finish(backend(call.problem))
 
 
 def gated_delta_step(
@@ -439,10 +446,11 @@ def _check_values(gates: Gates, log_decay, erase, checked):
     for key, name, gate, low, high in ranges:
         slack = 0.0 if low is None else abs(low) * float(jnp.finfo(gate.dtype).eps)  # a bound rounded to its own dtype
         below = None if low is None else low - slack
+        above = max(high, float(np.asarray(high).astype(gate.dtype)))
         if is_concrete(gate):
-            _check_concrete_range(name, np.asarray(gate), below, high)
+            _check_concrete_range(name, np.asarray(gate), below, above)
         elif checked:
-            bad = gate > high if below is None else (gate > high) | (gate < below)
+            bad = gate > above if below is None else (gate > above) | (gate < below)
             out[key] = eqx.error_if(
                 gate, bad, _range_message(name, low, high) + ", but the values of this call do not."
             )
