@@ -1,8 +1,10 @@
 """How every test runs: strict dtype promotion, type checks of our own code, hypothesis profiles, 4 CPU devices."""
 
+import importlib.util
 import os
 import sys
 from importlib.metadata import version
+from pathlib import Path
 
 if version("jaxlib").startswith("0.10"):
     # Compiles small float32 problems 2 times faster. From 0.11 on the flag is unknown and would abort.
@@ -13,8 +15,18 @@ import pytest
 from hypothesis import Verbosity, settings
 from jaxtyping import install_import_hook
 
-assert "gated_delta" not in sys.modules, "gated_delta was imported before its type checks were installed"
-install_import_hook("gated_delta", "beartype.beartype")
+
+def check_types_of_everything_but_the_toolkit():
+    """Before the package is imported. beartype samples containers by `random`, which hypothesis forbids strategies."""
+    assert "gated_delta" not in sys.modules, "gated_delta was imported before its type checks were installed"
+    spec = importlib.util.find_spec("gated_delta")
+    assert spec is not None and spec.origin is not None, "gated_delta is not installed"
+    rooms = [path.stem for path in Path(spec.origin).parent.iterdir() if path.suffix == ".py" or path.is_dir()]
+    modules = [f"gated_delta.{room}" for room in rooms if room not in ("__init__", "testing")]
+    install_import_hook(modules, "beartype.beartype")
+
+
+check_types_of_everything_but_the_toolkit()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_compilation_cache", False)

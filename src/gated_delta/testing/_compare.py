@@ -1,6 +1,5 @@
 """What a problem's results should be, how far others are from it, and how far they may be: the one tolerance policy."""
 
-import contextlib
 import functools
 import math
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from gated_delta._op import explain, gated_delta
 from gated_delta._recurrent import Recurrent
 from gated_delta._types import operand_dtype
 
-from ._random import RandomProblem
+from ._random import RandomProblem, enough_bits
 
 Results = dict[str, np.ndarray]
 """Arrays by name: `out`, `final_state`, and `d_x` for the gradient of each argument x that was given."""
@@ -38,8 +37,8 @@ def backends() -> tuple[AbstractBackend, ...]:
 
 def why_not(backend: AbstractBackend, problem: RandomProblem) -> str | None:
     """Why `backend` cannot run `problem`, or `None` if it can."""
-    with _enough_bits(problem):
-        arguments = problem.arguments()
+    arguments = problem.arguments()
+    with _enough_bits(arguments):
         explain(**arguments)
         try:
             explain(**arguments, backend=backend)
@@ -56,21 +55,23 @@ def pullback(backend: AbstractBackend | None, problem: RandomProblem) -> Results
 
     Compiled once for all problems of the same shapes and promises. `backend` as in `gated_delta`.
     """
-    with _enough_bits(problem):
-        arguments = problem.arguments()
-        static = tuple(
-            (name, arguments.pop(name)) for name in ("num_segments", "scale", "inverse") if name in arguments
-        )
-        gates = arguments.pop("gates")
-        arrays = {name: arguments.pop(name) for name in _INPUTS if name in arguments}
-        dtypes = arrays["v"].dtype, _state_dtype(problem)
-        out, gradients = _compiled(backend, static)(arrays, gates, arguments, problem.cotangents(*dtypes))
-        return {name: np.asarray(x) for name, x in {**out, **gradients}.items()}
+    arguments = problem.arguments()
+    return results(backend, arguments, problem.cotangents(arguments["v"].dtype, _state_dtype(problem)))
+
+
+def results(backend: AbstractBackend | None, arguments: Mapping[str, Any], cotangents: tuple[Any, Any]) -> Results:
+    """`pullback` for any arguments of `gated_delta`, and cotangents of its two results."""
+    traced = {name: x for name, x in arguments.items() if hasattr(x, "shape") and name in _INPUTS}
+    other = {name: x for name, x in arguments.items() if hasattr(x, "shape") and name not in _INPUTS}
+    static = tuple((name, x) for name, x in arguments.items() if name not in (*traced, *other, "gates"))
+    with _enough_bits(arguments):
+        out, gradients = _compiled(backend, static)(traced, arguments["gates"], other, cotangents)
+    return {name: np.asarray(x) for name, x in {**out, **gradients}.items()}
 
 
 @functools.cache
 def _compiled(backend: AbstractBackend | None, static: tuple):
-    """`pullback` as a function of arrays. Little optimised: a shape then compiles 2 to 5 times faster."""
+    """`pullback` as a function of arrays. Little optimised on a CPU: a shape then compiles 3 to 8 times faster."""
 
     def run(arrays, gates, other, cotangents):
         def call(arrays, gates):
@@ -82,7 +83,8 @@ def _compiled(backend: AbstractBackend | None, static: tuple):
         gradients = {f"d_{name}": x for name, x in (d_arrays | d_gates).items() if x is not None}
         return {"out": out, "final_state": final_state}, gradients
 
-    options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+    options = options if jax.default_backend() == "cpu" else None
     return jax.jit(run, compiler_options=options)
 
 
@@ -97,9 +99,8 @@ def expected(problem: RandomProblem) -> Results:
 
 @functools.lru_cache(maxsize=256)
 def _expected(problem: RandomProblem) -> Results:
-    with _enough_bits(problem):
-        arguments = problem.arguments()
-        gates = arguments["gates"]
+    arguments = problem.arguments()
+    gates = arguments["gates"]
     dtypes = arguments["v"].dtype, _state_dtype(problem)
     given = {name: arguments.get(name, getattr(gates, name, None)) for name in _INPUTS}
     narrow = {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in given.items()}
@@ -127,25 +128,23 @@ def _expected(problem: RandomProblem) -> Results:
     scale = problem.key_dim**-0.5 if problem.scale is None else problem.scale
     with jax.enable_x64(True):
         q, k, v, *gate_arrays = (batch[name] for name in _INPUTS[:-1])
-        arrays = {"q": q, "k": k, "v": v, "initial_state": begin}
-        gates = Gates(*gate_arrays, erase_max=2.0)
-        out, d = _compiled(Recurrent(), (("scale", scale),))(arrays, gates, {}, (d_read, end))
-    out, d = ({name: np.asarray(x) for name, x in tree.items()} for tree in (out, d))
+        arguments = {"q": q, "k": k, "v": v, "initial_state": begin, "scale": scale}
+        arguments["gates"] = Gates(*gate_arrays, erase_max=2.0)
+    computed = results(Recurrent(), arguments, (d_read, end))
 
     read = {name: np.zeros(x.shape) for name, x in {**wide, "out": d_out}.items()}
     final, d_entry = entry.copy(), d_final.copy()  # a state whose document has no tokens passes through
     for places, (row, positions, state, enters, leaves) in zip(heads_of, documents):
         for name, target in read.items():
-            source = out["out"] if name == "out" else d[f"d_{name}"]
+            source = computed["out" if name == "out" else f"d_{name}"]
             target[row, positions] = np.swapaxes(source[places, : len(positions), 0, : target.shape[-1]], 0, 1)
         if leaves:
-            final[state] = out["final_state"][places, 0, : problem.key_dim, : problem.value_dim]
+            final[state] = computed["final_state"][places, 0, : problem.key_dim, : problem.value_dim]
         if enters:
-            d_entry[state] = d["d_initial_state"][places, 0, : problem.key_dim, : problem.value_dim]
-    results = {"out": read.pop("out"), "final_state": final}
-    return results | {
-        f"d_{name}": x for name, x in _narrow(problem, {**read, "initial_state": d_entry}, narrow).items()
-    }
+            d_entry[state] = computed["d_initial_state"][places, 0, : problem.key_dim, : problem.value_dim]
+    wanted = {"out": read.pop("out"), "final_state": final}
+    gradients = _narrow(problem, {**read, "initial_state": d_entry}, narrow)
+    return wanted | {f"d_{name}": x for name, x in gradients.items()}
 
 
 class _Document(NamedTuple):
@@ -218,24 +217,31 @@ def _narrow(problem: RandomProblem, wide: Mapping[str, np.ndarray], given: Mappi
 def budget(problem: RandomProblem, dtype: Any = None) -> float:
     """The largest relative error allowed to a result of `problem` that is returned in `dtype` (default: its operands').
 
-    | operands | budget |
-    | --- | --- |
-    | float64 | 1e-12 |
-    | float32 | 1e-5; 1e-4 where erase reaches up to 2 on correlated keys |
-    | bfloat16 | 1e-2 |
-    | `inverse="approx"` | 2e-2 |
+    | operands | budget | on correlated keys | and with erase up to 2 |
+    | --- | --- | --- | --- |
+    | float64 | 1e-12 | 1e-12 | 1e-12 |
+    | float32 | 1e-5 | 1e-5 | 1e-4 |
+    | float32, `inverse="approx"` | 2e-2 | 2e-2 | refused |
+    | bfloat16 | 1e-2 | 1e-1 | 5e-1 |
+
+    Keys are correlated in every family but the first two, and for bfloat16 also where fewer than 32 channels cannot
+    hold the keys of a chunk apart. Then what the tokens write cancels, and bfloat16 products keep the error: worst
+    measured 6e-2 without decay and with erase 1, 3e-1 with erase 2, always in gradients; one rounding of the inputs
+    alone gives up to 4e-2.
 
     A result returned in a narrower dtype is rounded once more: bfloat16 1e-2, float16 1e-3.
     """
     operands = _operands(problem)
-    if problem.inverse == "approx":
-        arithmetic = 2e-2
-    elif operands == jnp.float64:
+    correlated = problem.keys.family not in ("independent", "some_zero")
+    doubled = problem.gates.erase_max > 1
+    if operands == jnp.float64:
         arithmetic = 1e-12
     elif operands == jnp.bfloat16:
-        arithmetic = 1e-2
+        arithmetic = (0.5 if doubled else 1e-1) if correlated or problem.key_dim < 32 else 1e-2
     else:
-        arithmetic = 1e-4 if problem.gates.erase_max > 1 and problem.keys.family != "independent" else 1e-5
+        arithmetic = 1e-4 if doubled and correlated else 1e-5
+    if problem.inverse == "approx":
+        arithmetic = max(arithmetic, 2e-2)
     rounding = {"bfloat16": 1e-2, "float16": 1e-3}.get(jnp.dtype(dtype or operands).name, 0.0)
     return max(arithmetic, rounding)
 
@@ -290,8 +296,7 @@ def _errors(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: Ran
 
 
 def _log_decay_floor(expected: Mapping[str, Any], problem: RandomProblem) -> float:
-    with _enough_bits(problem):
-        arguments = problem.arguments()
+    arguments = problem.arguments()
     products = (arguments[name].astype(np.float64) * np.asarray(expected[f"d_{name}"]) for name in "qk")
     return 0.01 * sum(_rms(x) for x in products)
 
@@ -315,7 +320,5 @@ def _state_dtype(problem: RandomProblem):
     return jnp.float64 if _operands(problem) == jnp.float64 else jnp.float32
 
 
-def _enough_bits(problem: RandomProblem):
-    """JAX's 64-bit mode where a problem has float64 in it."""
-    dtypes = (problem.dtype, problem.value_dtype, problem.gate_dtype, problem.state_dtype)
-    return jax.enable_x64(True) if "float64" in dtypes else contextlib.nullcontext()
+def _enough_bits(arguments: Mapping[str, Any]):
+    return enough_bits(*(x.dtype for x in jax.tree.leaves(dict(arguments)) if hasattr(x, "dtype")))

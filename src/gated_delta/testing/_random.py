@@ -1,8 +1,10 @@
 """Problems that are a seed and a few words: they print on one line, and the line rebuilds them."""
 
+import contextlib
 import dataclasses
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -243,8 +245,10 @@ class RandomProblem(_Readable):
             "q": rng.standard_normal((self.batch, self.time, self.key_heads, self.key_dim)).astype(dtype),
             "k": self.keys.build(rng, self.batch, self.time, self.key_heads, self.key_dim).astype(dtype),
             "v": rng.standard_normal(values).astype(jnp.dtype(self.value_dtype or dtype)),
-            "gates": self.gates.build(rng, self.gate_dtype or dtype, **sizes),
         }
+        gate_dtype = jnp.dtype(self.gate_dtype or dtype)
+        with enough_bits(gate_dtype):
+            arguments["gates"] = self.gates.build(rng, gate_dtype, **sizes)
         if self.state:
             state = rng.standard_normal(self.state_shape)
             arguments["initial_state"] = state.astype(jnp.dtype(self.state_dtype or dtype))
@@ -264,6 +268,11 @@ class RandomProblem(_Readable):
         rng = np.random.default_rng((self.seed, 1))
         out = rng.standard_normal((self.batch, self.time, self.value_heads, self.value_dim))
         return out.astype(jnp.dtype(out_dtype)), rng.standard_normal(self.state_shape).astype(jnp.dtype(state_dtype))
+
+
+def enough_bits(*dtypes: Any):
+    """JAX's 64-bit mode if any of the dtypes is float64."""
+    return jax.enable_x64(True) if "float64" in map(str, dtypes) else contextlib.nullcontext()
 
 
 def _unit(x: np.ndarray) -> np.ndarray:
