@@ -118,22 +118,23 @@ def gated_rms_norm(
 
 
 def causal_taps(
-    padded: Float[Array, "batch padded_time channels"],
+    padded: Float[Array, "*batch padded_time channels"],
     weight: Float[Array, "width channels"],
-    reach: Int[Array, "batch time"] | None = None,
-) -> Float[Array, "batch time channels"]:
+    reach: Int[Array, "*batch time"] | None = None,
+) -> Float[Array, "*batch time channels"]:
     """Depthwise convolution of `width - 1 + time` inputs, in the accumulation dtype. The last tap is the token's own.
 
     `reach` says how many inputs before its own each token may see; those beyond it count as 0, whatever they hold.
     """
     padded, weight = raise_dtype(padded, weight)
     width = weight.shape[0]
-    time = padded.shape[1] - (width - 1)
-    out = padded[:, width - 1 :] * weight[width - 1][None, None, :]
+    time = padded.shape[-2] - (width - 1)
+    taps = [_behind(tap, padded.ndim) for tap in weight]
+    out = padded[..., width - 1 :, :] * taps[-1]
     for back in range(1, width):
         first = width - 1 - back
-        tap = padded[:, first : first + time]
+        before = padded[..., first : first + time, :]
         if reach is not None:
-            tap = jnp.where((reach >= back)[..., None], tap, jnp.zeros_like(tap))
-        out = out + tap * weight[first][None, None, :]
+            before = jnp.where((reach >= back)[..., None], before, jnp.zeros_like(before))
+        out = out + before * taps[first]
     return out

@@ -32,10 +32,10 @@ class ShortConv(eqx.Module):
 
     def __call__(
         self,
-        x: Float[Array, "batch time channels"],
-        window: Float[Array, "windows taps channels"] | None = None,
+        x: Float[Array, "*batch time channels"],
+        window: Float[Array, "*windows taps channels"] | None = None,
         documents: Documents | None = None,
-    ) -> tuple[Float[Array, "batch time channels"], Float[Array, "windows taps channels"]]:
+    ) -> tuple[Float[Array, "*batch time channels"], Float[Array, "*windows taps channels"]]:
         """Outputs in the accumulation dtype of `x`, and the new window in the dtype of `window`, or of `x` if `None`.
 
         With `documents` no token sees another document, and padding leaves no trace in the window. `windows` is the
@@ -45,9 +45,9 @@ class ShortConv(eqx.Module):
         dtype = x.dtype if window is None else window.dtype
         if window is None:
             offsets = None if documents is None else documents.offsets
-            count = x.shape[0] if offsets is None else offsets.shape[0] - 1
-            window = jnp.zeros((count, taps, x.shape[2]), x.dtype)
-        if x.shape[1] == 0:
+            count = x.shape[:-2] if offsets is None else (offsets.shape[0] - 1,)
+            window = jnp.zeros((*count, taps, x.shape[-1]), x.dtype)
+        if x.shape[-2] == 0:
             return raise_dtype(x)[0], window
         window = window.astype(x.dtype)
         if documents is None:
@@ -58,15 +58,14 @@ class ShortConv(eqx.Module):
             out, window = _convolve_offsets(x, window, self.weight, documents)
         if self.bias is not None:
             out, bias = raise_dtype(out, self.bias)
-            out = out + bias[None, None, :]
+            out = out + bias.reshape((1,) * (out.ndim - 1) + bias.shape)
         return out, window.astype(dtype)
 
 
 def _convolve_rows(x, window, weight):
     """Every row is one document, and its window stands before it."""
-    padded = jnp.concatenate([window, x], axis=1)
-    taps = window.shape[1]
-    return causal_taps(padded, weight), padded[:, padded.shape[1] - taps :]
+    padded = jnp.concatenate([window, x], axis=-2)
+    return causal_taps(padded, weight), padded[..., padded.shape[-2] - window.shape[-2] :, :]
 
 
 def _convolve_documents(x, window, weight, documents):

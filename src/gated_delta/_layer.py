@@ -58,9 +58,9 @@ class RMSNorm(eqx.Module):
 class GatedDeltaMixer(eqx.Module):
     r"""A sequence-mixing layer of the gated delta family.
 
-    Queries, keys and values are projected from x, each through a short causal convolution and SiLU; queries, keys get
-    unit length per head; the gated delta rule runs; every value head is normalised, multiplied by the activated output
-    gate, and all are projected back. `GDN`, `KDA`, `GDN2` and `SystolicLinearAttention` build the published members,
+    Queries, keys and values are projected from x, each through a short causal convolution and SiLU; queries and keys
+    get unit length per head; the gated delta rule runs; every value head is normalised and multiplied by the activated
+    output gate; all are projected back. `GDN`, `KDA`, `GDN2` and `SystolicLinearAttention` build the published members,
     and `GatedDeltaMixer(config, key=key)` any `MixerConfig`.
 
     Products are computed in the dtype of `x`, to which weights are cast, with sums, gates, norms and states in float32
@@ -166,20 +166,18 @@ class GatedDeltaMixer(eqx.Module):
         del key
         x = as_float_array("x", x)
         self._check_x(x, (2, 3), "[time, model] or [batch, time, model]")
-        single = x.ndim == 2
-        if single:
-            x = x[None]
-            mask, segment_ids = _add_axis("mask", mask), _add_axis("segment_ids", segment_ids)
-        rows = make_rows(mask, segment_ids, cu_seqlens, *x.shape[:2])
-        states: tuple[int, ...] = () if single else x.shape[:1]
-        if cu_seqlens is not None:
-            states = (cu_seqlens.shape[0] - 1,)
+        single, packed = x.ndim == 2, any(a is not None for a in (mask, segment_ids, cu_seqlens))
+        states, rows = x.shape[:-2], None
+        if packed:  # rows have a batch axis; without them a single sequence stays without it, which vmap rewards
+            if single:
+                x, mask, segment_ids = x[None], _add_axis("mask", mask), _add_axis("segment_ids", segment_ids)
+            rows = make_rows(mask, segment_ids, cu_seqlens, *x.shape[:2])
+            if cu_seqlens is not None:
+                states = (cu_seqlens.shape[0] - 1,)
         self._check_state(state, states)
-        if states == ():
-            out, state = self._run(x, _map_state(lambda a: a[None], state), rows, self.backend)
-            return out[0], _map_state(lambda a: a[0], state)
-        out, state = self._run(x, state, rows, self.backend)
-        return out[0] if single else out, state
+        lifted = packed and states == ()
+        out, state = self._run(x, jax.tree.map(lambda a: a[None], state) if lifted else state, rows, self.backend)
+        return out[0] if single and packed else out, jax.tree.map(lambda a: a[0], state) if lifted else state
 
     @no_type_check
     def step(
@@ -195,11 +193,8 @@ class GatedDeltaMixer(eqx.Module):
         if state is None:
             raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
         self._check_state(state, x.shape[:-1])
-        if x.ndim == 1:
-            out, state = self._run(x[None, None], _map_state(lambda a: a[None], state), None, Recurrent())
-            return out[0, 0], _map_state(lambda a: a[0], state)
-        out, state = self._run(x[:, None], state, None, Recurrent())
-        return out[:, 0], state
+        out, state = self._run(x[..., None, :], state, None, Recurrent())
+        return out[..., 0, :], state
 
     def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:
         """The state before the first token, all zeros: for one sequence, or for `batch` sequences (or documents).
@@ -217,8 +212,8 @@ class GatedDeltaMixer(eqx.Module):
     # -----------------------------------------------------------------------------------------------
 
     def _run(
-        self, x: Float[Array, "batch time model"], state: MixerState | None, rows: Rows | None, backend: Any
-    ) -> tuple[Float[Array, "batch time model"], MixerState]:
+        self, x: Float[Array, "*batch time model"], state: MixerState | None, rows: Rows | None, backend: Any
+    ) -> tuple[Float[Array, "*batch time model"], MixerState]:
         c, dtype = self.config, x.dtype
         documents = None if rows is None else rows.documents
         if rows is not None:
@@ -235,39 +230,45 @@ class GatedDeltaMixer(eqx.Module):
             for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
         ]
         (q, k, v), windows = zip(*convolved, strict=True)
-        q, k, v = (
-            a.reshape(*a.shape[:2], heads, -1) for a, heads in ((q, c.key_heads), (k, c.key_heads), (v, c.value_heads))
-        )
+        q, k = (a.reshape(*x.shape[:-1], c.key_heads, c.key_dim) for a in (q, k))
         if c.variant.qk_norm == "l2":
             q, k = l2_normalize(q), l2_normalize(k)
-        v = jnp.where(fine[..., None, None], v, jnp.nan)
+        v = jnp.where(fine[..., None, None], v.reshape(*x.shape[:-1], c.value_heads, c.value_dim), jnp.nan)
         recurrent = None if state is None else state.recurrent
-        out, final = gated_delta(
-            q.astype(dtype),
-            k.astype(dtype),
-            v.astype(dtype),
-            self._gates(x),
-            initial_state=recurrent,
-            segment_ids=None if documents is None else documents.segment_ids,
-            cu_seqlens=None if documents is None else documents.offsets,
-            scale=c.variant.scale,
-            inverse=self._inverse(dtype),
-            precision=c.precision,
-            backend=backend,
-        )
-        if recurrent is not None:
-            final = final.astype(recurrent.dtype)
+        arrays = q.astype(dtype), k.astype(dtype), v.astype(dtype), self._gates(x), recurrent
+        out, recurrent = self._operator(*arrays, documents, backend)
         fine = jnp.all(jnp.isfinite(out), axis=(-2, -1))
         out = jnp.where(fine[..., None, None], out, jnp.zeros_like(out))
         if self.out_gate is None:
             out = self.out_norm(out)
         else:
             out = self.out_norm(out, self.out_gate(x), self.out_gate.activation)
-        out = self.o_proj(out.reshape(*out.shape[:2], -1))
+        out = self.o_proj(out.reshape(*x.shape[:-1], -1))
         out = jnp.where(fine[..., None], out, jnp.nan)
         if rows is not None:
             out = rows.scatter(out)
-        return out, MixerState(windows[0], windows[1], windows[2], final)
+        return out, MixerState(windows[0], windows[1], windows[2], recurrent)
+
+    def _operator(self, q, k, v, gates, state, documents, backend):
+        """`gated_delta` with what this layer chose, and the state in the dtype it came in."""
+        single = q.ndim == 3
+        if single:
+            q, k, v, gates, state = jax.tree.map(lambda a: a[None], (q, k, v, gates, state))
+        out, final = gated_delta(
+            q,
+            k,
+            v,
+            gates,
+            initial_state=state,
+            segment_ids=None if documents is None else documents.segment_ids,
+            cu_seqlens=None if documents is None else documents.offsets,
+            scale=self.config.variant.scale,
+            inverse=self._inverse(q.dtype),
+            precision=self.config.precision,
+            backend=backend,
+        )
+        final = final if state is None else final.astype(state.dtype)
+        return (out[0], final[0]) if single else (out, final)
 
     def _convolve(self, conv, x, window, documents):
         """Convolution, if any, and SiLU, in the accumulation dtype; and the new window."""
@@ -364,10 +365,6 @@ def _add_axis(name, x):
     if x.ndim != 1:
         raise ValueError(f"`{name}` must be [time] where `x` is [time, model], but its shape is {x.shape}.")
     return x[None]
-
-
-def _map_state(function, state):
-    return jax.tree.map(function, state)
 
 
 def _finite(x):
