@@ -57,9 +57,7 @@ def deltanet_tpu(kind, time=8192, heads=16, key_heads=None, backward=False, chun
     def forward(*arguments):
         return op(*arguments, chunk_size=chunk, precision="bf16")
 
-    # XLA gives some of its copies to SparseCores, by a queue: no entry of it wraps around.
-    facts = _facts(time, heads, settle=["TLP:*=skip"])
-    return *_with_backward(forward, [key, key, value, *gates], value, backward), facts
+    return *_with_backward(forward, [key, key, value, *gates], value, backward), _facts(time, heads)
 
 
 def _layer(time, heads, key_heads, gate_width):

@@ -401,10 +401,14 @@ class Machine:
             a, b = values
             if isinstance(a, int) and isinstance(b, int):
                 return _ARITHMETIC[op](a, b) & MASK
-            if isinstance(a, Pointer) and isinstance(b, int) and op == "ssub":
-                return _add(a, -b & MASK)
             if isinstance(a, Pointer) and op in ("sshll", "sshrl"):  # an address in other units: the same place
                 return a
+            if isinstance(a, int):
+                return unknown
+            if isinstance(a, Pointer) and isinstance(b, int) and op == "ssub":
+                return _add(a, -b & MASK)
+            if op == "ssub" and a.base == b.base and None not in (a.offset, b.offset):
+                return (a.offset - b.offset) & MASK
         return unknown
 
     def _transfer(self, one: Instruction):

@@ -1,0 +1,106 @@
+"""Our operator at the cases of the table: one function each, for `tpu_schedule.py`.
+
+    python benchmarks/tpu_schedule.py "benchmarks/tpu/ours.py:kda(backward=True, config={'owners': 16})"
+
+bf16 q, k, v, float32 gates in log space, no initial state. Options of all: `time`, `batch`, `backward` (forward and
+then the gradients of every input, as one program), `inverse`, `config` (of `TileConfig`), `backend` (`PallasTPU`'s
+other fields), `chunked` (the XLA backend instead). Each function returns `(callable, arguments, facts)`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+from gated_delta import Chunked, Gates, gated_delta
+from gated_delta.pallas import PallasTPU, TileConfig
+
+bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How many heads, how wide, and who owns the gates."""
+
+    key: int
+    value: int
+    key_dim: int = 128
+    value_dim: int = 128
+    owners: int | None = None  # key heads if None
+
+
+def sla(heads=Heads(4, 16, key_dim=256), **options):
+    """One decay per tile of 64 channels and one beta, shared by the four value heads of a key head."""
+    return _case(heads, options, decay=heads.key_dim // 64, tied=True)
+
+
+def sla_8(**options):
+    return sla(Heads(8, 32, key_dim=256), **options)
+
+
+def sla_r2(**options):
+    return sla(Heads(2, 8, key_dim=256), **options)
+
+
+def kda(heads=16, log_decay_min=None, **options):
+    """One decay per channel and one beta."""
+    return _case(Heads(heads, heads), options, decay=128, tied=True, log_decay_min=log_decay_min)
+
+
+def gdn(heads=16, **options):
+    """One decay and one beta per head."""
+    return _case(Heads(heads, heads), options, decay=1, tied=True)
+
+
+def gdn_grouped(key_heads=16, value_heads=32, **options):
+    """One decay and one beta per value head, two value heads for each key head."""
+    return _case(Heads(key_heads, value_heads, owners=value_heads), options, decay=1, tied=True)
+
+
+def gdn2(heads=16, **options):
+    """Decay and erase per key channel, write per value channel."""
+    return _case(Heads(heads, heads), options, decay=128, tied=False)
+
+
+def olmo(**options):
+    """30 heads of width 96 and 192."""
+    return _case(Heads(30, 30, 96, 192), options, decay=1, tied=True, erase_max=2)
+
+
+def _case(heads: Heads, options: dict, *, decay: int, tied: bool, **promises):
+    return _build(heads, decay, tied, promises, **options)
+
+
+def _build(
+    heads: Heads,
+    decay: int,
+    tied: bool,
+    promises: dict,
+    time=8192,
+    batch=1,
+    backward=False,
+    inverse="exact",
+    config={},
+    backend={},
+    chunked=False,
+    settle=(),
+):
+    runs = Chunked(**backend) if chunked else PallasTPU(config=TileConfig(**config), **backend)
+    owners = heads.owners or heads.key
+    lead = (batch, time)
+    key, value = Shape((*lead, heads.key, heads.key_dim), bf16), Shape((*lead, heads.value, heads.value_dim), bf16)
+    gates = [Shape((*lead, owners, decay), f32)]
+    gates += [Shape((*lead, owners, 1), f32)] if tied else [Shape(key.shape, f32), Shape(value.shape, f32)]
+
+    def forward(q, k, v, *gates):
+        made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
+        return gated_delta(q, k, v, made, inverse=inverse, backend=runs)[0]
+
+    def both(cotangent, *arguments):
+        out, pull = jax.vjp(forward, *arguments)
+        return out, pull(cotangent)
+
+    facts = {"tokens": batch * time, "heads": heads.value, "settle": list(settle)}
+    arguments = [key, key, value, *gates]
+    return (both, [value, *arguments], facts) if backward else (forward, arguments, facts)
