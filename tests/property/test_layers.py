@@ -1,0 +1,240 @@
+"""Layers: padding, packing, splitting and batching change nothing, and nothing spoils more than its own document."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gated_delta import GDN, GDN2, KDA, SLA, Chunked, Recurrent
+from gated_delta.testing import segment_ids
+
+MODEL, BATCH, TIME = 12, 2, 21
+BUDGET = 1e-5  # relative RMS: that of the operator in float32
+MAKERS = {
+    "gdn": functools.partial(GDN, MODEL, key_heads=2, value_heads=4, key_dim=4, value_dim=3),
+    "kda": functools.partial(KDA, MODEL, key_heads=2, key_dim=4, value_dim=3, decay_bound=-5, has_rate=False),
+    "gdn2": functools.partial(GDN2, MODEL, key_heads=2, value_heads=4, key_dim=4, value_dim=3, conv_bias=True),
+    "sla": functools.partial(SLA, MODEL, group=2, key_heads=2, key_dim=4, value_dim=3, conv_width=None),
+}
+fast_jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+variants = pytest.mark.parametrize("name", MAKERS)
+
+
+@functools.cache
+def make_mixer(name):
+    return fast_jit(MAKERS[name])(key=jax.random.key(len(name)))
+
+
+@fast_jit
+def run(mixer, x, state, mask, ids, offsets):
+    return mixer(x, state, mask=mask, segment_ids=ids, cu_seqlens=offsets)
+
+
+@fast_jit
+def step(mixer, x, state):
+    return mixer.step(x, state)
+
+
+def draw(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def draw_state(mixer, seed, *batch):
+    state = mixer.init_state(*batch)
+    leaves, structure = jax.tree.flatten(state)
+    return jax.tree.unflatten(structure, [jnp.asarray(draw(seed + i, *leaf.shape)) for i, leaf in enumerate(leaves)])
+
+
+def one_by_one(mixer, tokens, state):
+    """The oracle: a document alone, token by token, without any mask."""
+    outs = []
+    for token in tokens:
+        out, state = step(mixer, token, state)
+        outs.append(np.asarray(out))
+    return np.reshape(outs, (len(tokens), MODEL)), state
+
+
+def assert_same(actual, expected):
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+        assert a.shape == e.shape
+        if a.size:
+            error = np.sqrt(np.mean((a - e) ** 2)) / (np.sqrt(np.mean(e**2)) + 1e-30)
+            assert error <= BUDGET, f"off by {error:.2g} in relative RMS"
+
+
+masks = st.lists(st.lists(st.booleans(), min_size=TIME, max_size=TIME), min_size=BATCH, max_size=BATCH)
+
+
+@variants
+@given(ids=segment_ids(batch=BATCH, time=TIME), mask=masks, seed=st.integers(0, 99))
+def test_documents_and_padding_anywhere_equal_each_document_alone(name, ids, mask, seed):
+    mixer, mask = make_mixer(name), np.array(mask)
+    x, state = draw(seed, BATCH, TIME, MODEL), draw_state(mixer, seed + 1, BATCH)
+    out, new = run(mixer, x, state, mask, ids, None)
+    ids = np.where(mask, ids, -1)
+    for row in range(BATCH):
+        last = jax.tree.map(lambda a, row=row: a[row], state)
+        for index, document in enumerate(np.unique(ids[row][ids[row] >= 0])):
+            last = last if index == 0 else mixer.init_state()
+            tokens = ids[row] == document
+            expected, last = one_by_one(mixer, x[row, tokens], last)
+            assert_same(out[row, tokens], expected)
+        assert_same(jax.tree.map(lambda a, row=row: a[row], new), last)
+    assert not np.any(np.asarray(out)[ids < 0])
+
+
+@variants
+@given(cuts=st.lists(st.integers(0, TIME), min_size=3, max_size=3), seed=st.integers(0, 99))
+def test_offsets_give_every_document_its_own_states(name, cuts, seed):
+    mixer = make_mixer(name)
+    offsets = np.array([0, *sorted(cuts)], np.int32)
+    x, state = draw(seed, TIME, MODEL), draw_state(mixer, seed + 1, 3)
+    out, new = run(mixer, x, state, None, None, offsets)
+    for document in range(3):
+        tokens = slice(offsets[document], offsets[document + 1])
+        before, after = (jax.tree.map(lambda a, d=document: a[d], s) for s in (state, new))
+        if tokens.start == tokens.stop:
+            jax.tree.map(np.testing.assert_array_equal, after, before)
+        else:
+            expected, last = one_by_one(mixer, x[tokens], before)
+            assert_same((out[tokens], after), (expected, last))
+    assert not np.any(out[offsets[-1] :])
+
+
+@variants
+def test_batched_unbatched_and_vmapped_calls_agree(name):
+    mixer = make_mixer(name)
+    x, state = draw(0, BATCH, TIME, MODEL), draw_state(mixer, 1, BATCH)
+    batched = run(mixer, x, state, None, None, None)
+    vmapped = fast_jit(lambda mixer, x, state: jax.vmap(mixer)(x, state))(mixer, x, state)
+    single = run(mixer, x[0], jax.tree.map(lambda a: a[0], state), None, None, None)
+    assert_same(vmapped, batched)
+    assert_same(single, jax.tree.map(lambda a: a[0], batched))
+    out, last = one_by_one(mixer, x[0], jax.tree.map(lambda a: a[0], state))
+    assert_same(single, (out, last))
+
+
+@variants
+def test_gradients_under_padding_and_packing(name):
+    """A row of two documents and padding, against the two as rows of their own whose tails have no cotangent."""
+    mixer, lengths = make_mixer(name), (12, 7)
+    x, cotangent = draw(0, 2, TIME, MODEL), draw(1, 2, TIME, MODEL)
+    real = np.arange(TIME) < np.array(lengths)[:, None]
+
+    @fast_jit
+    def pull(mixer, x, cotangent, ids):
+        def loss(arguments):
+            return jnp.sum(arguments[0](arguments[1], segment_ids=ids)[0] * cotangent)
+
+        return eqx.filter_grad(loss)((mixer, x))
+
+    d_mixer, d_x = pull(mixer, x, np.where(real[..., None], cotangent, 0), None)
+    ids = np.array([[-1, *[0] * lengths[0], *[1] * lengths[1], -1]], np.int32)
+    packed, packed_cotangent = (
+        np.concatenate([draw(2, 1, MODEL), *(a[row, : lengths[row]] for row in range(2)), draw(3, 1, MODEL)])[None]
+        for a in (x, cotangent)
+    )
+    packed_d_mixer, packed_d_x = pull(mixer, packed, packed_cotangent, ids)
+    assert_same(packed_d_mixer, d_mixer)
+    assert_same(packed_d_x[ids == 0], d_x[0, : lengths[0]])
+    assert_same(packed_d_x[ids == 1], d_x[1, : lengths[1]])
+    assert not np.any(packed_d_x[ids < 0])
+
+
+@variants
+@given(cut=st.integers(1, TIME - 1), seed=st.integers(0, 99))
+def test_later_tokens_change_no_earlier_bit(name, cut, seed):
+    mixer = make_mixer(name)
+    x = draw(seed, BATCH, TIME, MODEL)
+    state = draw_state(mixer, 7, BATCH)
+    out, _ = run(mixer, x, state, None, None, None)
+    later = np.where(np.arange(TIME)[:, None] < cut, x, 10 * draw(seed + 1, BATCH, TIME, MODEL))
+    changed, _ = run(mixer, later, state, None, None, None)
+    np.testing.assert_array_equal(out[:, :cut], changed[:, :cut])
+
+
+@variants
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_token_that_is_not_finite_spoils_its_document_from_there_on(name, value):
+    mixer, bad, begin = make_mixer(name), 5, 12
+    ids = np.broadcast_to((np.arange(TIME) >= begin).astype(np.int32), (BATCH, TIME))
+    x, state = draw(0, BATCH, TIME, MODEL), draw_state(mixer, 1, BATCH)
+    spoiled = x.copy()
+    spoiled[0, bad, 3] = value
+    hit = np.zeros((BATCH, TIME), bool)
+    hit[0, bad:begin] = True
+
+    @fast_jit
+    def pull(mixer, x):
+        def loss(arguments):
+            out, new = arguments[0](arguments[1], state, segment_ids=ids)
+            return jnp.sum(jnp.where(hit[..., None], 0, out) ** 2), (out, new)
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)((mixer, x))
+
+    (_, (expected, last)), (d_mixer, d_x) = pull(mixer, x)
+    (_, (out, new)), (spoiled_d_mixer, spoiled_d_x) = pull(mixer, spoiled)
+    assert np.all(np.isnan(np.asarray(out)[hit]))
+    assert_same(np.asarray(out)[~hit], np.asarray(expected)[~hit])
+    assert_same(new, last)  # the last document's
+    # What the spoiled tokens would have passed back to those before them is nothing, in either run.
+    assert_same(spoiled_d_x[1], d_x[1])
+    assert_same(spoiled_d_x[0, begin:], d_x[0, begin:])
+    assert_same(spoiled_d_x[0, :bad], d_x[0, :bad])
+    assert_same(spoiled_d_mixer, d_mixer)
+
+
+def test_a_state_that_is_spoiled_spoils_the_call_that_continues_it():
+    mixer = make_mixer("gdn")
+    x = draw(0, BATCH, TIME, MODEL)
+    x[0, -2] = np.nan
+    _, state = run(mixer, x, mixer.init_state(BATCH), None, None, None)
+    out, _ = run(mixer, draw(1, BATCH, TIME, MODEL), state, None, None, None)
+    assert np.all(np.isnan(out[0])) and np.all(np.isfinite(out[1]))
+
+
+@variants
+def test_backends_agree(name):
+    mixer, x = make_mixer(name), draw(0, BATCH, TIME, MODEL)
+    state = draw_state(mixer, 1, BATCH)
+    results = [
+        run(eqx.tree_at(lambda m: m.backend, mixer, backend, is_leaf=lambda a: a is None), x, state, None, None, None)
+        for backend in (Chunked(16), Recurrent())
+    ]
+    assert_same(*results)
+
+
+@variants
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_low_precision_inputs(name, dtype):
+    mixer, x = make_mixer(name), draw(0, BATCH, TIME, MODEL)
+    expected, _ = run(mixer, x, mixer.init_state(BATCH), None, None, None)
+    out, state = run(mixer, jnp.asarray(x, dtype), None, None, None, None)
+    assert out.dtype == dtype and state.recurrent.dtype == jnp.float32
+    assert state.v_window is None or state.v_window.dtype == dtype
+    error = np.sqrt(np.mean((np.asarray(out, np.float64) - expected) ** 2) / np.mean(np.asarray(expected) ** 2))
+    assert error <= 2e-2  # x, weights and what is between them are rounded, not only what the operator gets
+
+
+@variants
+def test_empty_inputs(name):
+    mixer = make_mixer(name)
+    for x, state in (
+        (draw(0, 0, MODEL), draw_state(mixer, 1)),
+        (draw(0, BATCH, 0, MODEL), draw_state(mixer, 1, BATCH)),
+        (draw(0, 0, TIME, MODEL), draw_state(mixer, 1, 0)),
+    ):
+        out, new = mixer(x, state)
+        assert out.shape == x.shape
+        jax.tree.map(np.testing.assert_array_equal, new, state)
+    state = draw_state(mixer, 1, 2)
+    _, new = mixer(draw(0, 0, MODEL), state, cu_seqlens=np.array([0, 0, 0]))
+    jax.tree.map(np.testing.assert_array_equal, new, state)
+    out, new = mixer(draw(0, 2, 0, MODEL), state, mask=np.ones((2, 0), bool))
+    jax.tree.map(np.testing.assert_array_equal, new, state)
