@@ -17,6 +17,9 @@ from gated_delta._tile import Arithmetic, Tile
 from ._config import Sizes
 
 
+VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of TPU v5p and 7x; v5e and v6e have 128
+
+
 class Operands(NamedTuple):
     """Differentiable inputs, padded to whole chunks; `Plan.rows` says which gates are rows."""
 
@@ -64,7 +67,9 @@ def used(plan: Plan) -> tuple[bool, ...]:
 def compiler_params():
     from jax.experimental.pallas import tpu as pltpu
 
-    return pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary"))
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+    )
 
 
 class Blocks:

@@ -25,7 +25,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
     d_bank_ref, carry = refs
     at = pl.program_id(0) * chunks + chunks - 1 - pl.program_id(2)  # the last chunk first
 
-    @pl.when(scalars.end[at] == 1)
+    @pl.when(scalars.end[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
     def _():
         carry[...] = d_final_ref[0, 0]
 

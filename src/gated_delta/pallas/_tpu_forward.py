@@ -25,7 +25,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
     out_ref, final_ref, *starts_ref, carry = refs
     at = pl.program_id(0) * chunks + pl.program_id(2)
 
-    @pl.when(scalars.begin[at] == 1)
+    @pl.when(scalars.begin[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
     def _():
         carry[...] = jnp.zeros_like(carry) if bank_ref is None else bank_ref[0, 0]
 
