@@ -24,6 +24,7 @@ import rich.console
 
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model.py"
 STEPS = 8
+MIXERS = ["gdn", "kda", "gdn2", "sla"]
 
 
 def load_script():
@@ -54,7 +55,7 @@ def text(tmp_path_factory) -> pathlib.Path:
 
 
 def tiny(text, folder) -> list[str]:
-    options = f"--width 32 --length 32 --batch 2 --seed 3 --learning-rate 1e-2 --steps {STEPS}"
+    options = f"--blocks 1 --width 32 --length 32 --batch 2 --seed 3 --learning-rate 1e-2 --steps {STEPS}"
     return [*options.split(), "--text", str(text), "--out", str(folder)]
 
 
@@ -169,17 +170,31 @@ def test_attention_steps_agree_with_the_parallel_form_beyond_the_ring():
     assert not np.array_equal(far[7], expected[7])
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "kda", "gdn2", "sla"])
-def test_model_is_causal_and_has_one_attention_block_in_four(mixer):
-    model = demo.LanguageModel(small_settings(mixer=mixer, blocks=8), key=jax.random.key(0))
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_every_mixer_fits_and_one_block_in_four_is_attention(mixer):
+    settings = small_settings(mixer=mixer, blocks=8)
+    model = eqx.filter_eval_shape(demo.LanguageModel, settings, key=jax.random.key(0))
     kinds = [isinstance(block.mixer, demo.Attention) for block in model.blocks]
     assert kinds == [False, False, False, True] * 2
-    tokens = jnp.arange(32)
+    tokens = jax.ShapeDtypeStruct((32,), jnp.int32)
+    assert eqx.filter_eval_shape(model, tokens).shape == (32, 256)
+    logits, _ = eqx.filter_eval_shape(demo.run_steps, model, tokens, model.init_state())
+    assert logits.shape == (32, 256)
+
+
+def test_hybrid_is_causal_and_its_steps_agree_with_the_parallel_form():
+    model = demo.LanguageModel(small_settings(blocks=4), key=jax.random.key(0))
+    tokens = jnp.arange(64)  # twice as far as attention sees
     forward = eqx.filter_jit(model)
     logits, changed = forward(tokens), forward(tokens.at[20].set(200))
-    assert logits.shape == (32, 256)
     np.testing.assert_array_equal(logits[:20], changed[:20])
     assert not np.array_equal(logits[20], changed[20])
+    stepped, _ = demo.run_steps(model, tokens, model.init_state())
+    np.testing.assert_allclose(stepped, logits, atol=1e-5)
+
+
+def test_sample_shows_text_as_it_is_and_no_control_characters():
+    assert demo.readable(np.frombuffer("a\n\tß\x1b[31m\r\x00".encode() + b"\xff", np.uint8)) == "a\n\tß?[31m??\ufffd"
 
 
 # ----------------------------------------------------------------------------------------------------------- whole run
@@ -204,15 +219,15 @@ def test_report_names_the_text_and_shows_the_table_without_progress_bars(run, ar
     assert "resuming after step 8\n" in output
     assert "parallel against step by step over 64 bytes: logits differ by at most " in output
     validation = content[len(content) * 9 // 10 :]
-    assert f"bits per byte on the {len(validation)} validation bytes" in output
+    assert f"The {len(validation)} validation bytes" in output
     assert f"{8 * len(zlib.compress(validation, 9)) / len(validation):.3f}" in output
     assert "\x1b" not in output and "\r" not in output
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixer", ["kda", "gdn2", "sla"])
-def test_other_mixers_run_and_learn(mixer, arguments, tmp_path):
-    assert demo.main([*arguments, "--mixer", mixer]) == 0
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_hybrid_of_every_mixer_runs_and_learns(mixer, arguments, tmp_path):
+    assert demo.main([*arguments, "--mixer", mixer, "--blocks", "4"]) == 0
     curve = json.loads((tmp_path / "run" / "curve.json").read_text())
     assert curve["validation"][-1][1] < curve["validation"][0][1]
 
