@@ -13,20 +13,20 @@ from ._backend import Problem
 class ChunkLayout(NamedTuple):
     """Whole chunks of tokens, and the way back.
 
-    - `count`: chunks per row.
-    - `lay`: an array `[batch, time, ...]` to `[batch, count * size, ...]`, zeros where no token is. Zeros do nothing.
+    - `chunks`: how many per row.
+    - `lay`: an array `[batch, time, ...]` to `[batch, chunks * size, ...]`, zeros where no token is. Zeros do nothing.
     - `gather`: the way back.
     - `document`: number of each laid token's document where documents share chunks, else `None`.
     - `begin`, `slot`: per chunk, where every document has states of its own, else `None`: whether the chunk is its
         document's first, and which slot the document has (`Problem.slots` for a chunk without one).
     """
 
-    count: int
+    chunks: int
     lay: Callable
     gather: Callable
     document: Int[Array, "batch laid_time"] | None
-    begin: Bool[Array, "batch count"] | None
-    slot: Int[Array, "batch count"] | None
+    begin: Bool[Array, "batch chunks"] | None
+    slot: Int[Array, "batch chunks"] | None
 
 
 def lay_out(problem: Problem, size: int) -> ChunkLayout:

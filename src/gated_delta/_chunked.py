@@ -97,12 +97,12 @@ def _tiles(problem: Problem, layout: ChunkLayout, size: int) -> Tile:
     """The inputs of every chunk, `[chunks, batch, heads, size, dim]`."""
 
     def cut(x):
-        x = layout.lay(x).reshape(x.shape[0], layout.count, size, *x.shape[2:])
+        x = layout.lay(x).reshape(x.shape[0], layout.chunks, size, *x.shape[2:])
         return jnp.transpose(x, (1, 0, 3, 2, 4))
 
     write = problem.erase if problem.tied else problem.write
     log_decay, erase, write = (None if x is None else cut(x) for x in (problem.log_decay, problem.erase, write))
     document = layout.document
     if document is not None:
-        document = jnp.swapaxes(document.reshape(-1, layout.count, 1, 1, size), 0, 1)
+        document = jnp.swapaxes(document.reshape(-1, layout.chunks, 1, 1, size), 0, 1)
     return Tile(cut(problem.q), cut(problem.k), cut(problem.v), log_decay, erase, write, document)

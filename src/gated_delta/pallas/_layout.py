@@ -5,30 +5,31 @@ The grid is (batch, owner block, chunk), the last in order. Vectors, and gates a
 lie along the lanes, since a last axis of 1 or 4 would fill one lane in a hundred.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array
 
 from gated_delta._tile import Arithmetic, Tile
 
 from ._config import Sizes
 
-
 VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of TPU v5p and 7x; v5e and v6e have 128
 
 
 class Operands(NamedTuple):
-    """Differentiable inputs, padded to whole chunks; `Plan.rows` says which gates are rows."""
+    """Differentiable inputs, padded to whole chunks, or something for each: its block, its reference, a flag.
 
-    q: Array
-    k: Array
-    v: Array
-    log_decay: Array | None
-    erase: Array | None
-    write: Array | None
+    `None` for a gate that is not there. `Plan.rows` says which gates are rows.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    log_decay: Any
+    erase: Any
+    write: Any
 
 
 class Chunks(NamedTuple):
@@ -39,10 +40,10 @@ class Chunks(NamedTuple):
     - `entry`: number of the document that the entering state belongs to, where documents share chunks.
     """
 
-    slot: Array
-    begin: Array
-    end: Array
-    entry: Array
+    slot: Any
+    begin: Any
+    end: Any
+    entry: Any
 
 
 class Plan(NamedTuple):
@@ -50,7 +51,7 @@ class Plan(NamedTuple):
 
     sizes: Sizes
     arithmetic: Arithmetic
-    rows: Operands  # of bool; None for a gate that is not there
+    rows: Operands  # of bool
     tied: bool
     scale: float
     has_bank: bool  # initial states are given
@@ -118,24 +119,22 @@ class Blocks:
 def load_tile(plan: Plan, refs: Operands, document_ref, entry) -> Tile:
     """The chunk's inputs as `_tile` takes them."""
     values = Operands(*(None if ref is None else ref[0] for ref in refs))
-    gates = (_turn(x, is_row) for x, is_row in zip(values[3:], plan.rows[3:], strict=True))
-    log_decay, erase, write = gates
+    log_decay, erase, write = (
+        jnp.swapaxes(x, -1, -2) if is_row else x for x, is_row in zip(values[3:], plan.rows[3:], strict=True)
+    )
     document = None if document_ref is None else document_ref[...]
     entry = None if document_ref is None else jnp.full((1, 1, 1), entry, jnp.int32)
     return Tile(values.q, values.k, values.v, log_decay, erase, erase if plan.tied else write, document, entry)
 
 
-def _turn(x, is_row):
-    return jnp.swapaxes(x, -1, -2) if is_row and x is not None else x
-
-
 def store_cotangents(plan: Plan, refs: Operands, tile: Operands):
     for ref, value, is_row in zip(refs, tile, plan.rows, strict=True):
         if ref is not None:
-            ref[0] = _turn(value, is_row).astype(ref.dtype)
+            ref[0] = (jnp.swapaxes(value, -1, -2) if is_row else value).astype(ref.dtype)
 
 
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:
     """An output's shape, varying over the manual mesh axes that any of `arrays` varies over."""
     axes = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays if x is not None))
-    return jax.ShapeDtypeStruct(shape, dtype, vma=axes) if axes else jax.ShapeDtypeStruct(shape, dtype)
+    manual: dict[str, Any] = {"vma": axes} if axes else {}
+    return jax.ShapeDtypeStruct(shape, dtype, **manual)

@@ -1,6 +1,7 @@
 """`PallasTPU`: a problem brought into the kernels' layout, and the custom derivative that joins the two."""
 
 import functools
+from typing import cast
 
 import equinox as eqx
 import jax
@@ -42,7 +43,7 @@ class PallasTPU(AbstractBackend):
         dtype = problem.accumulation
         scale, q = problem.scale, problem.q
         if not isinstance(scale, float):  # only a number known here goes into the kernel
-            q, scale = (q.astype(dtype) * scale.astype(dtype)).astype(q.dtype), 1.0
+            q, scale = (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype), 1.0
         operands, rows = _operands(problem, q, layout)
         has_slots = layout.slot is not None
         plan = Plan(
@@ -64,7 +65,7 @@ class PallasTPU(AbstractBackend):
             given = jnp.zeros(problem.state_shape, dtype) if bank is None else bank
             bank = jnp.concatenate([given, spare], axis=1)
             plan = plan._replace(has_bank=True)
-        out, final = _run(plan, operands, chunks, document, bank)
+        out, final = cast(Result, _run(plan, operands, chunks, document, bank))
         out = layout.gather(jnp.swapaxes(out, 1, 2))
         return out, final[:, : problem.slots]
 
@@ -88,7 +89,7 @@ def _operands(problem: Problem, q, layout: ChunkLayout) -> tuple[Operands, Opera
 
 
 def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:
-    batch, count = problem.k.shape[0], layout.count
+    batch, count = problem.k.shape[0], layout.chunks
     index = jnp.broadcast_to(jnp.arange(count), (batch, count))
     if layout.slot is not None and layout.begin is not None:
         changes = layout.slot[:, 1:] != layout.slot[:, :-1]

@@ -38,7 +38,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
         return chunk_step(state, tile_x, plan.arithmetic)
 
     state = starts_ref[0, :, 0].astype(carry.dtype)
-    _, pull = jax.vjp(step, state, differentiable)
+    pull = jax.vjp(step, state, differentiable)[1]
     d_state, d_operands = pull((carry[...], plan.scale * d_out_ref[0].astype(carry.dtype)))
     store_cotangents(plan, d_tile_refs, d_operands)
     carry[...] = d_state
@@ -53,7 +53,7 @@ def backward(plan: Plan, operands: Operands, chunks: Chunks, document, starts, d
     inputs = [x for x in operands if x is not None]
     specs = [x for x in blocks.operands(operands) if x is not None]
     d_shapes = [like(x.shape, x.dtype, d_out, *inputs) for x in inputs]
-    d_specs = list(specs)
+    d_specs: list[pl.BlockSpec] = list(specs)
     if document is not None:
         inputs, specs = [*inputs, document], [*specs, blocks.document()]
     inputs += [starts, d_out, d_final]

@@ -53,7 +53,7 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
     if plan.has_slots:
         aliases = {len(chunks) + len(inputs): 1}
         inputs, specs = [*inputs, bank], [*specs, pl.BlockSpec(memory_space=pl.ANY)]
-    slots = bank.shape[1] if plan.has_slots else 1
+    slots = 1 if bank is None else bank.shape[1]
     shapes = [
         like((batch, owners, time, width), out_dtype, *inputs),
         like((batch, slots, owners, key_dim, width), plan.arithmetic.accumulation, *inputs),
