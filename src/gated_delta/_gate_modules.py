@@ -62,7 +62,8 @@ class SoftplusDecay(AbstractDecay):
         return None
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
-        return softplus_decay(_raw(self.project, x, self.dt_bias.shape), self.A_log, self.dt_bias)
+        raw = self.project(x, accumulation_dtype(x.dtype))
+        return softplus_decay(_split_heads(raw, self.dt_bias.shape[0]), self.A_log, self.dt_bias)
 
 
 class BoundedDecay(AbstractDecay):
@@ -102,7 +103,8 @@ class BoundedDecay(AbstractDecay):
         return self.bound
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
-        return bounded_decay(_raw(self.project, x, self.dt_bias.shape), self.A_log, self.dt_bias, self.bound)
+        raw = self.project(x, accumulation_dtype(x.dtype))
+        return bounded_decay(_split_heads(raw, self.dt_bias.shape[0]), self.A_log, self.dt_bias, self.bound)
 
 
 class SigmoidGate(eqx.Module):
@@ -120,7 +122,8 @@ class SigmoidGate(eqx.Module):
         self.maximum = maximum
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
-        return sigmoid_gate(_raw(self.project, x, (self.heads, -1)), self.maximum)
+        raw = self.project(x, accumulation_dtype(x.dtype))
+        return sigmoid_gate(_split_heads(raw, self.heads), self.maximum)
 
 
 class OutputGate(eqx.Module):
@@ -147,13 +150,11 @@ class OutputGate(eqx.Module):
         self.activation = activation
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
-        out = self.project(x)
-        return out.reshape(*out.shape[:-1], self.heads, -1)
+        return _split_heads(self.project(x), self.heads)
 
 
-def _raw(project, x, heads_and_groups):
-    out = project(x, accumulation_dtype(x.dtype))
-    return out.reshape(*out.shape[:-1], *heads_and_groups)
+def _split_heads(x, heads):
+    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
 
 
 def _draw_rates(key, heads, rates):

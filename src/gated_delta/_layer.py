@@ -243,7 +243,7 @@ class GatedDeltaMixer(eqx.Module):
             out = self.out_norm(out)
         else:
             out = self.out_norm(out, self.out_gate(x), self.out_gate.activation)
-        out = self.o_proj(out.reshape(*x.shape[:-1], -1))
+        out = self.o_proj(out.reshape(*x.shape[:-1], c.value_heads * c.value_dim))
         out = jnp.where(fine[..., None], out, jnp.nan)
         if rows is not None:
             out = rows.scatter(out)
