@@ -1,0 +1,51 @@
+"""The TPU kernels, in JAX's TPU interpreter, give what the recurrence gives in float64; what they cannot run they refuse.
+
+The interpreter fills memory that nobody wrote with NaN.
+"""
+
+import jax
+import pytest
+
+from gated_delta import gated_delta
+from gated_delta.pallas import PallasTPU, TileConfig
+from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, pullback
+
+KERNEL = PallasTPU(TileConfig(chunk_size=16), interpret=True)
+SIZES = dict(batch=2, time=21, key_heads=2, group=2, key_dim=8, value_dim=6, state=True, seed=1)
+PROBLEMS = {
+    "kda": RandomProblem(**SIZES, gates=RandomGates(decay="channel", erase="head", owner="value", tied=True)),
+    "gdn": RandomProblem(**SIZES, gates=RandomGates(decay="head", erase="head", owner="value", tied=True)),
+    "gdn2": RandomProblem(**SIZES, gates=RandomGates(decay="channel", erase="channel", write="channel")),
+    "sla in bfloat16": RandomProblem(
+        **SIZES, dtype="bfloat16", gates=RandomGates(decay="tile", decay_tiles=4, erase="head", tied=True)
+    ),
+    "linear attention": RandomProblem(**SIZES, gates=RandomGates(write="head")),
+    "documents that share chunks": RandomProblem(
+        **SIZES,
+        documents=((5, -2, 1, 13), (-3, 18)),
+        gates=RandomGates(decay="head", erase="head", owner="value", tied=True),
+    ),
+    "documents with states of their own": RandomProblem(
+        **{**SIZES, "batch": 1},
+        documents=((0, 5, 1, 0, 12),),
+        packing="offsets",
+        gates=RandomGates(decay="channel", erase="head", tied=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
+def test_kernels_agree_with_the_recurrence(problem):
+    assert_close(pullback(KERNEL, problem), expected(problem), problem)
+
+
+def test_the_default_kernel_says_why_it_cannot_run_here():
+    if jax.default_backend() == "tpu":
+        pytest.skip("there is a TPU, where it runs")
+    with pytest.raises(ValueError, match=r"cannot run: it needs a TPU, and the default platform is"):
+        gated_delta(**PROBLEMS["gdn"].arguments(), backend=PallasTPU())
+
+
+def test_a_solve_that_is_no_product_is_refused():
+    with pytest.raises(ValueError, match=r"cannot run: inverse='substitution' does not run inside a kernel"):
+        gated_delta(**{**PROBLEMS["gdn"].arguments(), "inverse": "substitution"}, backend=KERNEL)
