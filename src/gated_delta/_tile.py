@@ -77,7 +77,7 @@ class Factors(eqx.Module):
     scores: Float[Array, "*owners chunk chunk"]
     erase_keys: Float[Array, "*owners chunk key_dim"] | None
     values: Float[Array, "*owners chunk width"]
-    decay: Float[Array, "*owners key_dim_or_1 1"] | None
+    decay: Float[Array, "*owners_or_rows key_dim_or_1 1"] | None
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
