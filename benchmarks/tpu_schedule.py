@@ -80,7 +80,19 @@ def cost_cells(one: dict) -> list[str]:
 
 def details(name: str, record: dict, least: float = 0.005) -> Table:
     table = Table(title=f"{name}, {record['chip']}: its programs, all calls of each")
-    columns = ("program", "kind", "calls", "cycles", "stalls", "MXU", "fills", "spills", "VMEM MiB", "HBM MB", "est. ms")
+    columns = (
+        "program",
+        "kind",
+        "calls",
+        "cycles",
+        "stalls",
+        "MXU",
+        "fills",
+        "spills",
+        "VMEM MiB",
+        "HBM MB",
+        "est. ms",
+    )
     units = ("MATPUSH", "VALU", "VLOAD", "VSTORE", "XLU", "EUP", "SALU")
     for column in columns + units + ("bound", "of all"):
         table.add_column(column, justify="left" if column in ("program", "kind", "bound") else "right")
@@ -91,7 +103,9 @@ def details(name: str, record: dict, least: float = 0.005) -> Table:
             small.append(part)
             continue
         shares = [f"{one['share'].get(unit, 0):.0%}" for unit in units]
-        table.add_row(one["program"], one["kind"], str(one["calls"]), *cost_cells(one), *shares, one["bound"], f"{part:.1%}")
+        table.add_row(
+            one["program"], one["kind"], str(one["calls"]), *cost_cells(one), *shares, one["bound"], f"{part:.1%}"
+        )
     if small:
         table.add_row(f"{len(small)} more, each under {least:.1%}", *[""] * (len(columns + units)), f"{sum(small):.1%}")
     return table
@@ -105,7 +119,9 @@ def main():
     parser.add_argument("--tokens", type=int)
     parser.add_argument("--heads", type=int, help="value heads")
     parser.add_argument("--ratio", type=int, metavar="N", help="cycles over those of the Nth function, from 1")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has jax and libtpu (default: this one)")
+    parser.add_argument(
+        "--python", default=sys.executable, help="interpreter that has jax and libtpu (default: this one)"
+    )
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures there")
     parser.add_argument("--keep", type=pathlib.Path, help="a new folder that keeps libtpu's dumps")
     options = parser.parse_args()

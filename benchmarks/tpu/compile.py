@@ -4,11 +4,10 @@ Run as a process of its own, because libtpu reads its settings when it is loaded
 
     python compile.py '{"function": "file.py:name", "keywords": {}, "chip": "tpu7x", "folder": "/tmp/dump"}'
 
-The dumps lie in `folder`, the HLO with them, and what JAX says of the compiled program in `folder/compiled.json`. Needs
-jax and libtpu; nothing else of this project, so that it also runs in the environment of a peer.
+The dumps lie in `folder`, and what JAX says of the compiled program in `folder/compiled.json`. Needs jax and libtpu;
+nothing else of this project, so that it also runs in the environment of a peer.
 """
 
-import contextlib
 import importlib.metadata
 import importlib.util
 import json
@@ -18,6 +17,7 @@ import sys
 
 CHIPS = {"tpu7x": "tpu7x:2x2x1", "v6e": "v6e:2x2", "v5p": "v5p:2x2x1", "v5e": "v5e:2x2"}  # name: topology
 LABELS = ("packed-bundles-post-ra", "pre-delay_hlo-static-per-bundle-utilization", "post-delay-converter")
+LARGEST = 1 << 22  # elements of an array worth computing to learn an operand's values
 
 
 def libtpu_environment(folder: pathlib.Path) -> dict[str, str]:
@@ -50,6 +50,58 @@ def load(function: str):
     return getattr(module, name)
 
 
+def known_operands(jaxpr) -> dict[str, dict[int, list[int]]]:
+    """The integer operands of each Pallas kernel that do not depend on the function's arguments: by the kernel's name and
+    the operand's index, the values in order. What two calls of one name disagree about is left out."""
+    import jax
+    import numpy as np
+
+    found: dict[str, dict[int, list[int] | None]] = {}
+
+    def walk(jaxpr, constants, arguments, scope):
+        values = dict(zip(jaxpr.constvars, constants)) | dict(zip(jaxpr.invars, arguments))  # None: not known
+
+        def read(atom):
+            return atom.val if hasattr(atom, "val") else values.get(atom)
+
+        for equation in jaxpr.eqns:
+            inputs = [read(atom) for atom in equation.invars]
+            outputs = [None] * len(equation.outvars)
+            bodies = [value for value in equation.params.values() if hasattr(value, "eqns")]
+            body = getattr(bodies[0], "jaxpr", bodies[0]) if len(bodies) == 1 else None
+            is_call = body is not None and equation.primitive.name not in ("cond", "scan", "while")
+            if equation.primitive.name == "pallas_call":
+                note(equation.params["name"] or scope, inputs)
+            elif is_call and len(body.invars) == len(inputs):
+                name = equation.params.get("name") or scope  # kernels without a name get that of the function around
+                outputs = walk(body, getattr(bodies[0], "consts", ()), inputs, name)
+            elif all(value is not None for value in inputs):
+                sizes = [int(np.prod(out.aval.shape)) for out in equation.outvars if hasattr(out.aval, "shape")]
+                if sum(sizes) <= LARGEST:
+                    outputs = evaluate(equation, inputs)
+            values.update(zip(equation.outvars, outputs))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def evaluate(equation, inputs):
+        try:
+            out = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(equation.params))
+        except Exception:  # what does not run here is not known
+            return [None] * len(equation.outvars)
+        return out if equation.primitive.multiple_results else [out]
+
+    def note(name, inputs):
+        known = found.setdefault(name, {})
+        for index, value in enumerate(inputs):
+            one_axis = value is not None and max(value.shape, default=1) == value.size
+            integers = one_axis and value.dtype.kind in "iub"
+            flat = np.asarray(value).astype(np.int64).ravel().tolist() if integers else None
+            known[index] = flat if known.get(index, flat) == flat else None
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        walk(jaxpr.jaxpr, jaxpr.consts, [None] * len(jaxpr.jaxpr.invars), "tpu_custom_call")
+    return {name: {i: values for i, values in known.items() if values is not None} for name, known in found.items()}
+
+
 def main(function: str, keywords: dict, chip: str, folder: str):
     import jax
     from jax.experimental import topologies
@@ -60,14 +112,14 @@ def main(function: str, keywords: dict, chip: str, folder: str):
     jax.default_backend = lambda: "tpu"  # libraries ask it which kernel to take
 
     build = load(function)
-    with contextlib.ExitStack() as stack:
-        # Lowerings that ask which chip they are for find it in the mesh.
-        kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
-        mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=kind)
-        stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+    # Lowerings that ask which chip they are for find it in the mesh.
+    kind = AbstractDevice(device_kind=device.device_kind, num_cores=1, platform="tpu")
+    mesh = AbstractMesh((1,), ("chip",), (AxisType.Auto,), abstract_device=kind)
+    with jax.sharding.use_abstract_mesh(mesh):
         call, arguments, *facts = build(**keywords)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), list(arguments))
-        lowered = jax.jit(call).lower(*arguments)
+        traced = jax.jit(call).trace(*arguments)
+        lowered = traced.lower()
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     record = {
@@ -76,6 +128,7 @@ def main(function: str, keywords: dict, chip: str, folder: str):
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
         "hlo": compiled.as_text(),
+        "operands": known_operands(traced.jaxpr),
         "facts": facts[0] if facts else {},
     }
     pathlib.Path(folder, "compiled.json").write_text(json.dumps(record))

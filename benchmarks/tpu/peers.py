@@ -41,9 +41,7 @@ def tokamax_kda(time=8192, heads=16, backward=False, remat=False, chunk=64):
 
     x = Shape((heads, 1, time, WIDTH), bf16)
     arguments = [x, x, x, Shape(x.shape, f32), Shape(x.shape[:3], f32)]
-    # The kernels read the sequence's bounds and each chunk's sequence: one sequence, number 0.
-    prefetched = {"*_varlen*": {0: [0, time], 1: [0] * (time // chunk)}}
-    return *_with_backward(forward, arguments, x, backward), _facts(time, heads, operands=prefetched)
+    return *_with_backward(forward, arguments, x, backward), {"tokens": time, "heads": heads}
 
 
 def deltanet_tpu(kind, time=8192, heads=16, key_heads=None, backward=False, chunk=128):
@@ -57,7 +55,7 @@ def deltanet_tpu(kind, time=8192, heads=16, key_heads=None, backward=False, chun
     def forward(*arguments):
         return op(*arguments, chunk_size=chunk, precision="bf16")
 
-    return *_with_backward(forward, [key, key, value, *gates], value, backward), _facts(time, heads)
+    return *_with_backward(forward, [key, key, value, *gates], value, backward), {"tokens": time, "heads": heads}
 
 
 def _layer(time, heads, key_heads, gate_width):
@@ -93,7 +91,7 @@ def flywheel_layer(kind, time=8192, heads=16, key_heads=None):
     def forward(*arguments):
         return op(*arguments, *map(jnp.asarray, sequence.values()), **sizes)[1]
 
-    return forward, [*arrays.values()], _facts(time, heads)
+    return forward, [*arrays.values()], {"tokens": time, "heads": heads}
 
 
 def tokamax_layer(time=8192, heads=16, key_heads=None):
@@ -106,8 +104,5 @@ def tokamax_layer(time=8192, heads=16, key_heads=None):
         constants = {name: jnp.asarray(x) for name, x in sequence.items()}
         return op(**dict(zip(arrays, arguments)), **constants, **sizes)[1]
 
-    return forward, [*arrays.values()], _facts(time, heads)
+    return forward, [*arrays.values()], {"tokens": time, "heads": heads}
 
-
-def _facts(time, heads, **more):
-    return {"tokens": time, "heads": heads, **more}

@@ -369,9 +369,10 @@ class Machine:
             index = re.search(r"index: (\d+)", one.text)
             if not index:
                 return unknown
-            if "[]" in one.text:
-                return self.scalars.get(int(index.group(1)), unknown)
-            return Pointer(f"operand {index.group(1)}", 0)
+            index = int(index.group(1))
+            if "<no memory space>" in one.text:
+                return self.scalars.get(index, self.operands[index][0] & MASK if index in self.operands else unknown)
+            return Pointer(f"operand {index}", 0)
         values = [self._read(arg) for arg in one.args]
         values = [unknown if isinstance(v, Unknown) and v.origin.startswith("%") else v for v in values]
         if op in _MOVES and values:

@@ -110,7 +110,8 @@ def schedule(
         facts = record.pop("facts")
         rules = settle + tuple(map(Settling.parse, facts.get("settle", ())))
         tokens, heads = tokens or facts.get("tokens"), heads or facts.get("heads")
-        programs = _programs(record.pop("hlo"), folder, CHIPS[chip], rules, facts.get("operands", {}))
+        operands = record.pop("operands") | facts.get("operands", {})
+        programs = _programs(record.pop("hlo"), folder, CHIPS[chip], rules, operands)
     record |= {"function": function, "keywords": dict(keywords), "chip": chip, "tokens": tokens, "heads": heads}
     groups = {
         "pallas": [one for one in programs if one["kind"] == "pallas"],
@@ -129,7 +130,7 @@ def _programs(hlo: str, folder: pathlib.Path, chip: Chip, rules: tuple[Settling,
         return next((rule.choice for rule in rules if rule.decides(branch)), None)
 
     def counted(name: str, dump: str, kind: str, calls: Mapping[tuple, int]) -> list[tuple[int, program.Counts]]:
-        given = next((values for pattern, values in operands.items() if fnmatch.fnmatchcase(name, pattern)), {})
+        given = operands.get(re.sub(r"\.\d+$", "", name), {})
         given = {int(index): values for index, values in given.items()}
         text = program.Program(name, files[dump])
         # Most programs do the same in every call. Where they do not, their scalar arguments tell the calls apart.
