@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from ._activations import Activation, bounded_decay, inverse_softplus, sigmoid_gate, softplus_decay
 from ._linear import Linear, LowRank, make_linear
 from ._types import accumulation_dtype
+from ._variant import Number
 
 
 class AbstractDecay(eqx.Module):
@@ -47,7 +48,7 @@ class SoftplusDecay(AbstractDecay):
         groups: int,
         *,
         rank: int | None = None,
-        rates: tuple[float, float] = (1.0, 16.0),
+        rates: tuple[Number, Number] = (1.0, 16.0),
         step_init: str = "log_uniform",
         init: str = "uniform",
         key: PRNGKeyArray,
@@ -80,10 +81,10 @@ class BoundedDecay(AbstractDecay):
         heads: int,
         groups: int,
         *,
-        bound: float = -5.0,
+        bound: Number = -5.0,
         has_rate: bool = True,
         rank: int | None = None,
-        rates: tuple[float, float] = (1.0, 1.0),
+        rates: tuple[Number, Number] = (1.0, 1.0),
         step_init: str = "log_uniform",
         init: str = "uniform",
         key: PRNGKeyArray,
@@ -92,7 +93,7 @@ class BoundedDecay(AbstractDecay):
         self.project = make_linear(model, rank, heads * groups, bias=False, init=init, key=project_key)
         self.A_log = _draw_rates(rate_key, heads, rates) if has_rate else None
         self.dt_bias = _draw_steps(step_key, (heads, groups), step_init)
-        self.bound = bound
+        self.bound = float(bound)
 
     def __check_init__(self):
         if not -5 <= self.bound < 0:

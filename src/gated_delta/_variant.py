@@ -240,6 +240,7 @@ def _check_size(name: str, value):
         raise ValueError(f"`{name}={value}` must be at least 1.")
 
 
+@no_type_check
 def choose_rank(rank: Rank, value_dim: int) -> int | None:
     """The rank of a constructor's argument: `"value_dim"` is that size, `None` full rank."""
     if isinstance(rank, str) and rank != "value_dim":
@@ -247,6 +248,7 @@ def choose_rank(rank: Rank, value_dim: int) -> int | None:
     return value_dim if isinstance(rank, str) else rank
 
 
+@no_type_check
 def choose_rates(rates: Any, bound: Number | None, low: float) -> Any:
     """Where `exp(A_log)` begins: as given, or at 1 for a bounded decay, or within `(low, 16)`."""
     if rates is not None:
@@ -254,6 +256,7 @@ def choose_rates(rates: Any, bound: Number | None, low: float) -> Any:
     return (low, 16.0) if bound is None else (1.0, 1.0)
 
 
+@no_type_check
 def choose_sizes(
     model: int, key_heads: int | None, value_heads: int | None, key_dim: int | None, value_dim: int | None
 ) -> dict[str, int]:
@@ -267,6 +270,7 @@ def choose_sizes(
     return dict(model=model, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
 
 
+@no_type_check
 def choose_group_sizes(
     model: int, group: int, tiles: int, key_heads: int | None, key_dim: int | None, value_dim: int | None
 ) -> dict[str, int]:
