@@ -6,6 +6,7 @@ from ._compare import backends as backends
 from ._compare import budget as budget
 from ._compare import expected as expected
 from ._compare import pullback as pullback
+from ._compare import quick_jit as quick_jit
 from ._compare import relative_error as relative_error
 from ._compare import results as results
 from ._compare import why_not as why_not

@@ -24,8 +24,9 @@ Results = dict[str, np.ndarray]
 OUTLIER = 50
 """No element may be off by more than this many budgets of the largest expected magnitude of its array."""
 
-UNDERFLOW = 1e-30
-"""Added to the size of what is expected, except in float64: float32 rounds what is below 1e-38 to 0."""
+UNDERFLOW = {"float16": 6.1e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 0.0}
+"""Added to the size of what is expected, by the dtype of the result: float32 rounds what is below 1e-38 to 0, and float16
+what is below 6.1e-5 to a multiple of 6e-8."""
 
 _INPUTS = ("q", "k", "v", "log_decay", "erase", "write", "initial_state")
 
@@ -71,8 +72,6 @@ def results(backend: AbstractBackend | None, arguments: Mapping[str, Any], cotan
 
 @functools.cache
 def _compiled(backend: AbstractBackend | None, static: tuple):
-    """`pullback` as a function of arrays. Little optimised on a CPU: a shape then compiles 3 to 8 times faster."""
-
     def run(arrays, gates, other, cotangents):
         def call(arrays, gates):
             return gated_delta(**arrays, gates=gates, **other, **dict(static), backend=backend)
@@ -83,9 +82,13 @@ def _compiled(backend: AbstractBackend | None, static: tuple):
         gradients = {f"d_{name}": x for name, x in (d_arrays | d_gates).items() if x is not None}
         return {"out": out, "final_state": final_state}, gradients
 
+    return quick_jit(run)
+
+
+def quick_jit(function):
+    """`jax.jit` with little optimisation on a CPU, so that small test problems compile 3 to 8 times faster."""
     options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-    options = options if jax.default_backend() == "cpu" else None
-    return jax.jit(run, compiler_options=options)
+    return jax.jit(function, compiler_options=options if jax.default_backend() == "cpu" else None)
 
 
 def expected(problem: RandomProblem) -> Results:
@@ -246,21 +249,33 @@ def budget(problem: RandomProblem, dtype: Any = None) -> float:
     return max(arithmetic, rounding)
 
 
-def relative_error(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem) -> float:
+def relative_error(
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    problem: RandomProblem,
+    arguments: Mapping[str, Any] | None = None,
+) -> float:
     """The worst error of any array, in budgets; a finite number even where `actual` is not."""
-    return max(_errors(actual, expected, problem).values())
+    return max(_errors(actual, expected, problem, arguments).values())
 
 
-def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem):
+def assert_close(
+    actual: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    problem: RandomProblem,
+    arguments: Mapping[str, Any] | None = None,
+):
     """Fail if any array of `actual` is further from `expected` than its budget, or is not finite.
 
     The error of an array is RMS(actual - expected) / RMS(expected). Only `d_log_decay` has a floor under the latter,
     0.01 * (RMS(q * d_q) + RMS(k * d_k)), because it is what remains when those cancel, and vanishes as decay does.
     Beyond that, no element may be off by more than `OUTLIER` budgets of the largest expected magnitude.
 
+    `arguments` hold `q` and `k` where they are not those of `problem`.
+
     **Raises:** `AssertionError` that names the array, the error in budgets, the budget, and the problem.
     """
-    errors = _errors(actual, expected, problem)
+    errors = _errors(actual, expected, problem, arguments)
     name = max(errors, key=lambda name: errors[name])
     if errors[name] > 1:
         limit = budget(problem, np.asarray(actual[name]).dtype)
@@ -273,18 +288,21 @@ def assert_close(actual: Mapping[str, Any], expected: Mapping[str, Any], problem
 _INFINITE = 1e12  # an error that is no number: finite, for `hypothesis.target`
 
 
-def _errors(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem) -> dict[str, float]:
+def _errors(
+    actual: Mapping[str, Any], expected: Mapping[str, Any], problem: RandomProblem, arguments: Mapping[str, Any] | None
+) -> dict[str, float]:
     if set(actual) != set(expected):
         raise AssertionError(f"Results have the names {sorted(actual)}, but these are expected: {sorted(expected)}.")
     errors = {}
     for name, array in actual.items():
-        limit = budget(problem, np.asarray(array).dtype)
+        dtype = np.asarray(array).dtype
+        limit = budget(problem, dtype)
         got, want = (np.asarray(x).astype(np.float64) for x in (array, expected[name]))
         if got.shape != want.shape:
             raise AssertionError(f"`{name}` has shape {got.shape}, but {want.shape} is expected. Problem: {problem!r}")
-        floor = 0.0 if _operands(problem) == jnp.float64 else UNDERFLOW
+        floor = UNDERFLOW[dtype.name]
         if name == "d_log_decay":
-            floor += _log_decay_floor(expected, problem)
+            floor += _log_decay_floor(expected, problem.arguments() if arguments is None else arguments)
         if not np.isfinite(got).all():
             errors[name] = _INFINITE
             continue
@@ -295,10 +313,9 @@ def _errors(actual: Mapping[str, Any], expected: Mapping[str, Any], problem: Ran
     return errors
 
 
-def _log_decay_floor(expected: Mapping[str, Any], problem: RandomProblem) -> float:
-    arguments = problem.arguments()
-    products = (arguments[name].astype(np.float64) * np.asarray(expected[f"d_{name}"]) for name in "qk")
-    return 0.01 * sum(_rms(x) for x in products)
+def _log_decay_floor(expected: Mapping[str, Any], arguments: Mapping[str, Any]) -> float:
+    pairs = ((np.asarray(arguments[name]), np.asarray(expected[f"d_{name}"])) for name in "qk")
+    return 0.01 * sum(_rms(x.astype(np.float64) * d_x.astype(np.float64)) for x, d_x in pairs)
 
 
 def _rms(x: np.ndarray) -> float:

@@ -48,6 +48,9 @@ class _Readable:
         ]
         return f"{type(self).__name__}({', '.join(fields)})"
 
+    def _repr_pretty_(self, printer, cycle):  # what hypothesis prints
+        printer.text(repr(self))
+
 
 def _check_word(record: str, name: str, word: str, words: tuple[str, ...]):
     if word not in words:

@@ -1,0 +1,131 @@
+"""A sequence cut anywhere, its state handed on, is the whole sequence; token by token too."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gated_delta import Chunked, Recurrent, gated_delta, gated_delta_step
+from gated_delta.testing import (
+    PACKED_LAYOUTS,
+    RandomGates,
+    RandomProblem,
+    assert_close,
+    expected,
+    problems,
+    quick_jit,
+    results,
+)
+
+BACKENDS = [Recurrent(), Chunked(16)]
+PROBLEM = RandomProblem(
+    batch=2,
+    time=37,
+    key_heads=1,
+    group=2,
+    key_dim=4,
+    value_dim=3,
+    gates=RandomGates("channel", erase="head", owner="value", tied=True),
+    state=True,
+    seed=9,
+)
+
+
+def in_pieces(arguments, cuts, backend):
+    """One call for each piece, each with the final state of the one before."""
+    state, outs, time = arguments.pop("initial_state"), [], arguments["q"].shape[1]
+    for begin, end in zip((0, *cuts), (*cuts, time)):
+        piece = jax.tree.map(lambda x: x[:, begin:end], arguments)  # noqa: B023
+        out, state = gated_delta(**piece, initial_state=state, backend=backend)
+        outs.append(out)
+    return jnp.concatenate(outs, axis=1), state
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("cuts", [(1,), (15, 17), (16,), (36,), (12, 24)], ids=str)
+def test_pieces_are_the_whole_in_outputs_and_states(backend, cuts):
+    out, state = quick_jit(lambda arguments: in_pieces(arguments, cuts, backend))(PROBLEM.arguments())
+    wanted = expected(PROBLEM)
+    assert_close({"out": out, "final_state": state}, {name: wanted[name] for name in ("out", "final_state")}, PROBLEM)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_pieces_are_the_whole_in_gradients(backend):
+    """The gradient that comes back through the handed-on state included."""
+
+    def run(arguments, cotangents):
+        _, pull = jax.vjp(lambda arguments: in_pieces(dict(arguments), (11, 20), backend), arguments)
+        return pull(cotangents)[0]
+
+    gradients = quick_jit(run)(PROBLEM.arguments(), PROBLEM.cotangents("float32", "float32"))
+    gates = gradients.pop("gates")
+    actual = {f"d_{name}": x for name, x in gradients.items()}
+    actual |= {"d_log_decay": gates.log_decay, "d_erase": gates.erase}
+    wanted = expected(PROBLEM)
+    assert_close(actual, {name: wanted[name] for name in actual}, PROBLEM)
+
+
+@given(
+    problem=problems(
+        layouts=[dataclasses.replace(layout, state=True) for layout in PACKED_LAYOUTS if layout.packing == "slots"]
+    ),
+    cut=st.integers(0, 70),
+)
+def test_documents_may_be_cut_too(problem, cut):
+    """The first call sees only the tokens before the cut, the second only those after it: others are padding."""
+    backend, cut = Chunked(16), min(cut, problem.time)
+    arguments = problem.arguments()
+    d_out, d_state = problem.cotangents("float32", "float32")
+    before = np.arange(problem.time) < cut
+    ids = arguments["segment_ids"]
+    first = {**arguments, "segment_ids": np.where(before, ids, -1)}
+    state = results(backend, first, (d_out, d_state))["final_state"]
+    second = {**arguments, "segment_ids": np.where(before, -1, ids), "initial_state": state}
+    two = results(backend, second, (d_out, d_state))
+    one = results(backend, first, (d_out, two["d_initial_state"]))
+    joined = {name: one[name] + two[name] for name in one if name not in ("final_state", "d_initial_state")}
+    joined |= {"final_state": two["final_state"], "d_initial_state": one["d_initial_state"]}
+    assert_close(joined, expected(problem), problem)
+
+
+@pytest.mark.parametrize(
+    "gates",
+    [
+        PROBLEM.gates,
+        RandomGates(),
+        RandomGates("tile", erase="channel", write="channel", owner="key"),
+        RandomGates("head", write="head", owner="value"),
+    ],
+    ids=repr,
+)
+def test_steps_are_the_whole(gates):
+    problem = dataclasses.replace(PROBLEM, gates=gates)
+    arguments = problem.arguments()
+    state = arguments.pop("initial_state")
+
+    @quick_jit
+    def run(arguments, state):
+        def step(state, token):
+            out, state = gated_delta_step(**token, state=state)
+            return state, out
+
+        state, out = jax.lax.scan(step, state, jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), arguments))
+        return {"out": jnp.moveaxis(out, 0, 1), "final_state": state}
+
+    wanted = expected(problem)
+    assert_close(run(arguments, state), {name: wanted[name] for name in ("out", "final_state")}, problem)
+
+
+@pytest.mark.smoke
+def test_a_step_begins_from_zeros_without_a_state():
+    arguments = dataclasses.replace(PROBLEM, time=1).arguments()
+    arguments.pop("initial_state")
+    token = jax.tree.map(lambda x: x[:, 0], arguments)
+    out, state = gated_delta_step(**token)
+    whole_out, whole_state = gated_delta(**arguments, backend=Recurrent())
+    np.testing.assert_array_equal(out, whole_out[:, 0])
+    np.testing.assert_array_equal(state, whole_state)
