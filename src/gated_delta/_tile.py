@@ -344,24 +344,27 @@ def solve(pairs, inverse, right, arithmetic: Arithmetic) -> Array:
     The gradient is the implicit one: with x the solution, d_right = inverse^T d_x and d_pairs = -d_right x^T below the
     diagonal. No second inverse, and none of the products that made it, is differentiated.
     """
-    return cast(Array, _solve(pairs, lax.stop_gradient(inverse), right, arithmetic))
+    return cast(Array, _solve(pairs, lax.stop_gradient(inverse), right, arithmetic, False))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _solve(pairs, inverse, right, arithmetic):
-    return _dot(inverse, right, (-1, -2), arithmetic)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _solve(pairs, inverse, right, arithmetic, transposed):
+    """`inverse @ right`, or `inverse.T @ right`; derivatives take it for the solution that it is."""
+    return _dot(inverse, right, (-2, -2) if transposed else (-1, -2), arithmetic)
 
 
-def _solve_fwd(pairs, inverse, right, arithmetic):
-    out = _dot(inverse, right, (-1, -2), arithmetic)
-    return out, (inverse, out)
+def _solve_fwd(pairs, inverse, right, arithmetic, transposed):
+    out = _solve(pairs, inverse, right, arithmetic, transposed)
+    return out, (pairs, inverse, out)
 
 
-def _solve_bwd(arithmetic, residuals, d_out):
-    inverse, out = residuals
-    d_right = _dot(inverse, d_out, (-2, -2), arithmetic)
+def _solve_bwd(arithmetic, transposed, residuals, d_out):
+    # Solutions again, not bare products with `inverse`: so that a second derivative is right as well.
+    pairs, inverse, out = residuals
+    d_right = _solve(pairs, inverse, d_out, arithmetic, not transposed)
     rows, columns = _rows_and_columns(inverse.shape[-1], inverse.ndim)
-    d_pairs = jnp.where(rows > columns, -_dot(d_right, out, (-1, -1), arithmetic), 0)
+    left, right = (out, d_right) if transposed else (d_right, out)
+    d_pairs = jnp.where(rows > columns, -_dot(left, right, (-1, -1), arithmetic), 0)
     return d_pairs, jnp.zeros_like(inverse), d_right
 
 
