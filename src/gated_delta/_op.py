@@ -239,6 +239,7 @@ def _prepare(
                 f"its shape is {initial_state.shape}."
             )
         initial_state = initial_state.astype(dtype)
+    log_decay, erase, write = (None if x is None else _keep(x, real) for x in (log_decay, erase, write))
     log_decay, erase = _check_values(gates, log_decay, erase, checked)
 
     group = value_heads // owners
@@ -250,8 +251,8 @@ def _prepare(
 
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     erase, write = (None if x is None else x.astype(_at_least(x.dtype, operand)) for x in (erase, write))
-    arrays: dict[str, Any] = {"q": q, "k": k, "v": v, "log_decay": log_decay, "erase": erase, "write": write}
-    arrays = {name: None if x is None else _keep(x, real) for name, x in arrays.items()}
+    arrays: dict[str, Any] = {name: _keep(x, real) for name, x in (("q", q), ("k", k), ("v", v))}
+    arrays |= {"log_decay": log_decay, "erase": erase, "write": write}
     if initial_state is not None:
         initial_state = initial_state.reshape(batch, slots, *state_shape[-3:])
     arrays, initial_state, spoiled, spoiled_state = contain(arrays, initial_state, packing, slots)
@@ -289,6 +290,7 @@ def _at_least(dtype, operand):
 
 
 def _keep(x, real):
+    """Padding holds zeros, whatever stood there: no error and no gradient comes from it."""
     return x if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
 
 
