@@ -2,7 +2,8 @@
 
 Run as a process of its own, because libtpu reads its settings when it is loaded:
 
-    python compile.py '{"function": "file.py:name", "keywords": {}, "chip": "tpu7x", "folder": "/tmp/dump"}'
+    python compile.py '{"function": "file.py:name", "keywords": {}, "chip": "tpu7x", "folder": "/tmp/dump", "flags":
+    {}}'
 
 The dumps lie in `folder`, and what JAX says of the compiled program in `folder/compiled.json`. Needs jax and libtpu;
 nothing else of this project, so that it also runs in the environment of a peer.
@@ -51,8 +52,8 @@ def load(function: str):
 
 
 def known_operands(jaxpr) -> dict[str, dict[int, list[int]]]:
-    """The integer operands of each Pallas kernel that do not depend on the function's arguments: by the kernel's name and
-    the operand's index, the values in order. What two calls of one name disagree about is left out."""
+    """The integer operands of each Pallas kernel that do not depend on the function's arguments: by the kernel's name
+    and the operand's index, the values in order. What two calls of one name disagree about is left out."""
     import jax
     import numpy as np
 
@@ -102,7 +103,7 @@ def known_operands(jaxpr) -> dict[str, dict[int, list[int]]]:
     return {name: {i: values for i, values in known.items() if values is not None} for name, known in found.items()}
 
 
-def main(function: str, keywords: dict, chip: str, folder: str):
+def main(function: str, keywords: dict, chip: str, folder: str, flags: dict):
     import jax
     from jax.experimental import topologies
     from jax.sharding import AbstractDevice, AbstractMesh, AxisType, SingleDeviceSharding
@@ -120,7 +121,7 @@ def main(function: str, keywords: dict, chip: str, folder: str):
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), list(arguments))
         traced = jax.jit(call).trace(*arguments)
         lowered = traced.lower()
-    compiled = lowered.compile()
+    compiled = lowered.compile(compiler_options=flags)
     memory = compiled.memory_analysis()
     record = {
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "libtpu")},

@@ -81,11 +81,12 @@ def _build(
     batch=1,
     backward=False,
     inverse="exact",
-    config={},
-    backend={},
+    config=None,
+    backend=None,
     chunked=False,
     settle=(),
 ):
+    config, backend = config or {}, backend or {}
     runs = Chunked(**backend) if chunked else PallasTPU(config=TileConfig(**config), **backend)
     owners = heads.owners or heads.key
     lead = (batch, time)

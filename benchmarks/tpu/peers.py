@@ -1,5 +1,5 @@
-"""The peers at the work of our cases: one function each, for `tpu_schedule.py` in an environment that has them installed
-(`benchmarks/tpu-peers.txt`).
+"""The peers at the work of our cases: one function each, for `tpu_schedule.py` in an environment that has them
+installed (`benchmarks/tpu-peers.txt`).
 
 One sequence, no initial state, key and value width 128, bf16 q, k, v, float32 gates in log space, nothing normalised; a
 peer that is served only as a fused layer (convolution, activation, norm and gates inside) says so in its name. Each
@@ -105,4 +105,3 @@ def tokamax_layer(time=8192, heads=16, key_heads=None):
         return op(**dict(zip(arrays, arguments)), **constants, **sizes)[1]
 
     return forward, [*arrays.values()], {"tokens": time, "heads": heads}
-
