@@ -1,4 +1,4 @@
-"""The TPU kernels, in JAX's TPU interpreter, give what the recurrence gives in float64; what they cannot run they refuse.
+"""The TPU kernels, in JAX's TPU interpreter, give what the recurrence gives; what they cannot run they refuse.
 
 The interpreter fills memory that nobody wrote with NaN.
 """

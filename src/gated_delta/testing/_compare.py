@@ -25,8 +25,8 @@ OUTLIER = 50
 """No element may be off by more than this many budgets of the largest expected magnitude of its array."""
 
 UNDERFLOW = {"float16": 6.1e-5, "bfloat16": 1e-30, "float32": 1e-30, "float64": 0.0}
-"""Added to the size of what is expected, by the dtype of the result: float32 rounds what is below 1e-38 to 0, and float16
-what is below 6.1e-5 to a multiple of 6e-8."""
+"""Added to the size of what is expected, by the dtype of the result: float32 rounds what is below 1e-38 to 0, and
+float16 what is below 6.1e-5 to a multiple of 6e-8."""
 
 _INPUTS = ("q", "k", "v", "log_decay", "erase", "write", "initial_state")
 

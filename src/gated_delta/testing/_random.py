@@ -144,8 +144,9 @@ class RandomGates(_Readable):
         }
 
     def build(self, rng: np.random.Generator, dtype: Any = "float32", **sizes: int) -> Gates:
-        arrays = self.arrays(rng, **sizes)
-        return self.promise({name: None if x is None else x.astype(jnp.dtype(dtype)) for name, x in arrays.items()})
+        with np.errstate(over="ignore"):  # -1e9 is -inf in float16
+            arrays = self.arrays(rng, **sizes)
+            return self.promise({name: x if x is None else x.astype(jnp.dtype(dtype)) for name, x in arrays.items()})
 
     def promise(self, arrays: dict[str, Any]) -> Gates:
         """A `Gates` of these arrays, with this record's tie and promises."""
