@@ -116,7 +116,7 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("constructor, options", OPTIONS, ids=str)
+@pytest.mark.parametrize("constructor, options", OPTIONS, ids=lambda x: getattr(x, "__name__", str(x)))
 def test_every_option_builds_a_layer_that_runs_and_its_config_rebuilds_it(constructor, options):
     sizes = dict(key_heads=2, key_dim=8) | options
     mixer = shape_of(constructor, 16, **sizes)
