@@ -54,7 +54,7 @@ class Chunked(AbstractBackend):
                 entry = tile.document[..., -1:]
             state, out = chunk_step(state, tile, arithmetic)
             if slot is not None:
-                final = final.at[rows, slot].set(state, mode="drop")
+                final = final.at[rows, slot].set(state, mode="drop", unique_indices=True)
             return (state, entry, final), out
 
         state = entry_state(problem)

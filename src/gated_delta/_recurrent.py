@@ -72,7 +72,7 @@ class Recurrent(AbstractBackend):
                 state = jnp.where(start[:, None, None, None], begin, state)
             state, out = delta_step(state, token)
             if slot is not None:
-                final = final.at[rows, slot].set(state, mode="drop")
+                final = final.at[rows, slot].set(state, mode="drop", unique_indices=True)
             return (state, final), out
 
         state = entry_state(problem)
