@@ -1,13 +1,13 @@
 """`Gates`: the canonical form of what every member of the family decides per token."""
 
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._types import as_float_array
+from ._types import as_float_array, check_float_dtype
 
 GateArray: TypeAlias = Float[Array | jax.ShapeDtypeStruct, "*batch_and_time heads_and_groups"] | None
 
@@ -56,9 +56,9 @@ class Gates(eqx.Module):
                 "`Gates.tied(beta, log_decay)` builds it."
             )
         _check_promises(erase_max, log_decay_min)
-        self.log_decay = None if log_decay is None else as_float_array("log_decay", log_decay)
-        self.erase = None if erase is None else as_float_array("erase", erase)
-        self.write = None if write is None else as_float_array("write", write)
+        self.log_decay = _as_gate("log_decay", log_decay)
+        self.erase = _as_gate("erase", erase)
+        self.write = _as_gate("write", write)
         self.is_tied = is_tied
         self.erase_max = float(erase_max)
         self.log_decay_min = None if log_decay_min is None else float(log_decay_min)
@@ -70,6 +70,14 @@ class Gates(eqx.Module):
         The gradient of the result's `erase` is that of beta: the sum of both uses.
         """
         return cls(log_decay, beta, erase_max=erase_max, log_decay_min=log_decay_min, is_tied=True)
+
+
+def _as_gate(name, value) -> Any:
+    """A float array; `None` and a `jax.ShapeDtypeStruct` (for `explain`) pass as they are."""
+    if isinstance(value, jax.ShapeDtypeStruct):
+        check_float_dtype(name, value.dtype)
+        return value
+    return None if value is None else as_float_array(name, value)
 
 
 def _check_promises(erase_max, log_decay_min):

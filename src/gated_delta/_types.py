@@ -1,6 +1,6 @@
 """Words shared by every room: axis names, gate granularities, and the dtype policy. Imports nothing of ours."""
 
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 import jax
 import jax.core
@@ -38,20 +38,24 @@ def accumulation_dtype(operand) -> jnp.dtype:
 
 
 def as_float_array(name: str, value) -> jax.Array:
-    """`value` as a floating-point JAX array; a `jax.ShapeDtypeStruct` passes as it is.
+    """`value` as a floating-point JAX array.
 
     **Raises:** `TypeError` that says `name` and what came, for anything but a float array of JAX or NumPy.
     """
-    if not isinstance(value, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
+    if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
         raise TypeError(
             f"`{name}` must be a JAX or NumPy array of floating-point numbers, but a {type(value).__name__} came."
         )
-    if not jnp.issubdtype(value.dtype, jnp.floating):
+    check_float_dtype(name, value.dtype)
+    return jnp.asarray(value)
+
+
+def check_float_dtype(name: str, dtype):
+    if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(
-            f"`{name}` must hold floating-point numbers, but its dtype is {value.dtype}. Convert it, for example with "
+            f"`{name}` must hold floating-point numbers, but its dtype is {dtype}. Convert it, for example with "
             f"`{name}.astype(jnp.float32)`."
         )
-    return cast(jax.Array, value) if isinstance(value, jax.ShapeDtypeStruct) else jnp.asarray(value)
 
 
 def spread_heads(x: Shaped[Array, "..."], owners: int, axis: int) -> Shaped[Array, "..."]:
