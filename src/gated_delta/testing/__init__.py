@@ -10,6 +10,7 @@ from ._compare import quick_jit as quick_jit
 from ._compare import relative_error as relative_error
 from ._compare import results as results
 from ._compare import why_not as why_not
+from ._program import equations as equations
 from ._random import DECAY_FAMILIES as DECAY_FAMILIES
 from ._random import KEY_FAMILIES as KEY_FAMILIES
 from ._random import STRENGTH_FAMILIES as STRENGTH_FAMILIES

@@ -1,0 +1,95 @@
+"""No array of the size time x key_dim x value_dim is ever alive, forward or backward."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from gated_delta import Chunked, Gates, Recurrent, gated_delta
+from gated_delta.testing import equations, quick_jit
+
+TIME, HEADS, KEY_DIM, VALUE_DIM, DOCUMENTS = 1024, 2, 64, 64, 24
+WAYS = [Recurrent(), Recurrent(checkpoint_every=32), Chunked(), Chunked(residuals="all"), Chunked(residuals="none")]
+GATES = ["head", "channel", "none"]
+
+
+def shapes(time, packing, gates, key_dim=KEY_DIM, value_dim=VALUE_DIM, heads=HEADS):
+    """Arguments as shapes only."""
+
+    def array(*shape, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    width = {"head": 1, "channel": key_dim, "none": None}[gates]
+    decay = None if width is None else array(1, time, heads, width)
+    arguments = {
+        "q": array(1, time, heads, key_dim),
+        "k": array(1, time, heads, key_dim),
+        "v": array(1, time, heads, value_dim),
+        "gates": Gates(decay, array(1, time, heads, 1), array(1, time, heads, value_dim)),
+    }
+    states = {"none": (1,), "ids": (1,), "slots": (1, DOCUMENTS), "offsets": (DOCUMENTS,)}[packing]
+    arguments["initial_state"] = array(*states, heads, key_dim, value_dim)
+    if packing == "offsets":
+        arguments["cu_seqlens"] = array(DOCUMENTS + 1, dtype=jnp.int32)
+    elif packing != "none":
+        arguments["segment_ids"] = array(1, time, dtype=jnp.int32)
+    return arguments
+
+
+def forward_and_backward(backend, packing):
+    options = {"num_segments": DOCUMENTS} if packing == "slots" else {}
+
+    def run(arguments):
+        integers = {name: arguments.pop(name) for name in ("segment_ids", "cu_seqlens") if name in arguments}
+
+        def call(arguments):
+            return gated_delta(**arguments, **integers, **options, backend=backend)
+
+        out, pull = jax.vjp(call, arguments)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    return run
+
+
+def largest(backend, packing, gates, time=TIME):
+    """Elements of the largest array of a forward and backward pass, and what it is."""
+    jaxpr = jax.make_jaxpr(forward_and_backward(backend, packing))(shapes(time, packing, gates))
+    found = ((math.prod(x.aval.shape), f"{e.primitive}: {x.aval}") for e in equations(jaxpr) for x in e.outvars)
+    return max(found)
+
+
+def allowed(backend, packing, time=TIME):
+    """Kept states, or rows of a chunk's two matrices for every token, whichever is more."""
+    kept = backend.chunk_size if isinstance(backend, Chunked) else backend.checkpoint_every
+    # one state per chunk, one chunk more for every document with a state of its own, and the states handed in and out
+    documents = DOCUMENTS if packing in ("slots", "offsets") else 1
+    chunks = time // kept + 2 * documents + 2  # before the first document there may be padding
+    if isinstance(backend, Recurrent):
+        chunks += kept  # the states of one block of tokens, while it is differentiated
+    rows = time if documents == 1 else time + (documents + 1) * kept
+    return HEADS * max(chunks * KEY_DIM * VALUE_DIM, rows * max(2 * kept, KEY_DIM + VALUE_DIM))
+
+
+@pytest.mark.parametrize("backend", WAYS, ids=str)
+@pytest.mark.parametrize(
+    "packing, gates", [*(("none", gates) for gates in GATES), ("ids", "head"), ("slots", "head"), ("offsets", "head")]
+)
+def test_no_array_holds_a_state_for_every_token(backend, packing, gates):
+    size, equation = largest(backend, packing, gates)
+    assert allowed(backend, packing) < TIME * HEADS * KEY_DIM * VALUE_DIM / 4
+    assert size <= allowed(backend, packing), equation
+
+
+@pytest.mark.parametrize("backend", [Recurrent(), Chunked(), Chunked(residuals="none")], ids=str)
+def test_each_token_costs_a_small_part_of_a_state(backend):
+    """What the compiled program holds at once grows by less than an eighth of a state per token."""
+    sizes = dict(key_dim=64, value_dim=64, heads=1)
+    run = quick_jit(forward_and_backward(backend, "none"))
+    held = []
+    for time in (1024, 2048):
+        memory = run.lower(shapes(time, "none", "head", **sizes)).compile().memory_analysis()
+        held.append(memory.temp_size_in_bytes)
+    per_token = (held[1] - held[0]) / 1024 / np.float32(0).nbytes
+    assert 0 < per_token < 64 * 64 / 8
