@@ -42,7 +42,7 @@ _BUNDLE = re.compile(r"^ *(?:0x[0-9a-f]+|\d+) +(?:[A-Z]{2})? *:[ >]*\{", re.M)
 _COMMENT = re.compile(r"/\*.*?\*/|\[(?:resolvable|thread):\S*\]", re.S)
 _CALL = re.compile(r"(inlined_call\b[^\n/]*)/\* %?(\S+)(?: =.*?)?\*/", re.S)
 _GUARD = re.compile(r"\((!?)%(p\w+)(?:, *%(\w+))?\) *,?")
-_WANTED = re.compile(r"%[sp]\d|sbr|dma\.|inlined_call")
+_WANTED = re.compile(r"%[sp]\d|sbr|dma\.|inlined_call|sst ")
 
 
 def read_bundles(text: str) -> list[list[Instruction]]:
@@ -75,14 +75,15 @@ def _read_instruction(text: str) -> Instruction | None:
     guard = _GUARD.search(rest)
     if guard:
         rest = rest[: guard.start()] + rest[guard.end() :]
-    args = _split(rest)
+    callee = re.search(r"CALLEE=(\S+)", rest)
+    args = _split(rest[: callee.start()] if callee else rest)
     if op == "sst" and len(args) == 1:  # [address] value
         args = list(re.fullmatch(r"(.*\])\s*(\S+)", args[0], re.S).groups())
-    target, callee = re.search(r"bundleno = (\d+)", rest), re.search(r"CALLEE=(\S+)", rest)
+    target = re.search(r"bundleno = (\d+)", rest)
     return Instruction(
         result=result,
         op=op,
-        args=tuple(arg for arg in args if not arg.startswith(("SIZE=", "CALLEE="))),
+        args=tuple(arg for arg in args if not arg.startswith("SIZE=")),
         text=" ".join(text.split()),
         guard=guard and guard.group(2),
         negated=bool(guard and guard.group(1)),
