@@ -209,7 +209,7 @@ def test_functions_and_choices_are_parsed_or_refused():
         {"chunk": 64, "config": {"owners": 2}},
     )
     for wrong in ("b.py", "b.py:f(3)", "b.py:f(x=", "b.py:f(x=y)"):
-        with pytest.raises(Exception, match="is not file.py:function"):
+        with pytest.raises(Exception, match=r"is not file\.py:function"):
             parse_function(wrong)
     assert report.Settling.parse("gated_*:3=run") == report.Settling("gated_*", "3", "run")
     assert report.Settling.parse("k.1:*=12").choice == 12
