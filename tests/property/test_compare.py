@@ -1,0 +1,134 @@
+"""The one tolerance: what it allows, what it does not, and what it says."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from gated_delta import Recurrent
+from gated_delta.testing import (
+    LAYOUTS,
+    RandomGates,
+    RandomKeys,
+    RandomProblem,
+    assert_close,
+    backends,
+    budget,
+    expected,
+    relative_error,
+    why_not,
+)
+
+KDA = RandomProblem(time=9, key_dim=4, value_dim=3, gates=RandomGates("channel", erase="head", tied=True), state=True)
+DOUBLED = dataclasses.replace(KDA, gates=dataclasses.replace(KDA.gates, erase_max=2.0))
+CORRELATED = RandomKeys("identical")
+
+
+@pytest.mark.parametrize(
+    "problem, allowed",
+    [
+        (dataclasses.replace(KDA, dtype="float64"), 1e-12),
+        (KDA, 1e-5),
+        (dataclasses.replace(KDA, keys=CORRELATED), 1e-5),
+        (DOUBLED, 1e-5),
+        (dataclasses.replace(DOUBLED, keys=CORRELATED), 1e-4),
+        (dataclasses.replace(KDA, inverse="approx"), 2e-2),
+        (dataclasses.replace(KDA, dtype="bfloat16", key_dim=32), 1e-2),
+        (dataclasses.replace(KDA, dtype="bfloat16"), 1e-1),
+        (dataclasses.replace(KDA, dtype="bfloat16", value_dtype="float32"), 1e-5),
+        (dataclasses.replace(KDA, dtype="float16"), 1e-5),
+    ],
+    ids=repr,
+)
+def test_a_budget_follows_from_operands_keys_and_promises(problem, allowed):
+    assert budget(problem) == allowed
+
+
+def test_a_narrow_result_may_be_rounded_once_more():
+    assert budget(KDA, "float16") == 1e-3 and budget(KDA, "bfloat16") == 1e-2
+    assert budget(KDA, np.float32) == budget(KDA)
+
+
+def test_errors_are_relative_to_the_root_mean_square_and_counted_in_budgets():
+    wanted = expected(KDA)
+    assert relative_error(wanted, wanted, KDA) == 0
+    for name in wanted:
+        off = {**wanted, name: wanted[name] * (1 + 3e-5)}
+        if name != "d_log_decay":
+            np.testing.assert_allclose(relative_error(off, wanted, KDA), 3, rtol=1e-6)
+        with pytest.raises(AssertionError, match=f"`{name}` is off by"):
+            assert_close({**wanted, name: wanted[name] * 1.1}, wanted, KDA)
+
+
+def test_only_the_gradient_of_log_decay_has_a_floor():
+    """0.01 * (RMS(q * d_q) + RMS(k * d_k))."""
+    wanted = expected(KDA)
+    arguments = KDA.arguments()
+    floor = 0.01 * sum(np.sqrt(np.mean((arguments[name] * wanted[f"d_{name}"]) ** 2)) for name in "qk")
+    tiny = {**wanted, "d_log_decay": 0 * wanted["d_log_decay"]}
+    off = {**tiny, "d_log_decay": tiny["d_log_decay"] + 2e-5 * floor}
+    np.testing.assert_allclose(relative_error(off, tiny, KDA), 2, rtol=1e-6)
+    for name in ("d_erase", "d_v", "out"):
+        zero = {**wanted, name: 0 * wanted[name]}
+        assert relative_error({**zero, name: zero[name] + 1e-9}, zero, KDA) > 1e6
+
+
+def test_one_element_may_not_be_far_off_where_the_mean_is_not():
+    problem = dataclasses.replace(KDA, time=4000)
+    wanted = {"out": np.ones((1, 4000, 1, 3))}
+    off = wanted["out"].copy()
+    off[0, 7, 0, 0] += 60 * budget(problem)
+    assert np.sqrt(np.mean((off - 1) ** 2)) < budget(problem)
+    np.testing.assert_allclose(relative_error({"out": off}, wanted, problem), 60 / 50, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_is_far_off_by_a_finite_number(bad):
+    wanted = expected(KDA)
+    off = {**wanted, "d_k": np.full_like(wanted["d_k"], bad)}
+    error = relative_error(off, wanted, KDA)
+    assert 1e6 < error < np.inf
+    with pytest.raises(AssertionError, match="`d_k`"):
+        assert_close(off, wanted, KDA)
+
+
+def test_results_must_have_the_same_names_and_shapes():
+    wanted = expected(KDA)
+    with pytest.raises(AssertionError, match="these are expected"):
+        assert_close({"out": wanted["out"]}, wanted, KDA)
+    with pytest.raises(AssertionError, match=r"`out` has shape \(1, 9, 1\), but \(1, 9, 1, 3\) is expected"):
+        assert_close({**wanted, "out": wanted["out"][..., 0]}, wanted, KDA)
+
+
+def test_a_failure_names_array_error_budget_and_the_problem_in_one_line():
+    wanted = expected(KDA)
+    with pytest.raises(AssertionError) as caught:
+        assert_close({**wanted, "d_v": 1.5 * wanted["d_v"]}, wanted, KDA)
+    message = str(caught.value)
+    assert message.startswith("`d_v` is off by 0.5: 5e+04 times its budget of 1e-05.")
+    assert message.endswith(f"Problem: {KDA!r}") and "\n" not in message
+
+
+def test_underflow_of_the_result_dtype_is_no_error():
+    for dtype, tiny in (("float32", 1e-40), ("float16", 1e-9)):
+        problem = dataclasses.replace(KDA, dtype=dtype)
+        zero = {"out": np.zeros((1, 9, 1, 3), dtype)}
+        assert relative_error(zero, {"out": np.full((1, 9, 1, 3), tiny)}, problem) < 1
+    in_float64 = dataclasses.replace(KDA, dtype="float64")
+    assert relative_error({"out": np.zeros(3)}, {"out": np.full(3, 1e-40)}, in_float64) > 1
+
+
+def test_every_backend_that_can_run_is_compared():
+    assert Recurrent() in backends() and len(backends()) >= 2
+    assert why_not(Recurrent(), KDA) is None
+
+
+def test_a_bad_problem_is_an_error_and_not_a_reason():
+    with pytest.raises(ValueError, match="decay tiles that divides"):
+        why_not(Recurrent(), dataclasses.replace(KDA, gates=RandomGates("tile", decay_tiles=3)))
+
+
+def test_the_expectation_is_remembered_but_not_shared():
+    one = expected(LAYOUTS[1])
+    one["out"] = None
+    assert expected(LAYOUTS[1])["out"] is not None
