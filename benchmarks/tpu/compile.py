@@ -36,6 +36,7 @@ def libtpu_environment(folder: pathlib.Path) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
+        "XLA_FLAGS": "",  # libtpu reads them too, and stops at those it does not know
         "LIBTPU_INIT_ARGS": " ".join(f"--{name}={value}" for name, value in dump.items()),
     }
 
