@@ -106,7 +106,9 @@ def test_a_backend_of_a_users_own_gets_the_normalised_problem():
         def __call__(self, problem):
             seen.append(problem)
             out, state = super().__call__(problem)
-            padding = jnp.stack([jnp.sum(jnp.abs(x[1, :2])) for x in (problem.k, problem.v, problem.erase)])
+            padding = jnp.stack(
+                [jnp.sum(jnp.abs(x[1, :2].astype(jnp.float32))) for x in (problem.k, problem.v, problem.erase)]
+            )
             return problem.log_decay.min() * out, jnp.max(padding) * state
 
     documents = ((2, 1), (-2, 3))
@@ -118,7 +120,7 @@ def test_a_backend_of_a_users_own_gets_the_normalised_problem():
     assert given.q.shape == (2, 5, 2, 4) and given.v.shape == (2, 5, 2, 15)
     assert given.state_shape == (2, 4, 2, 4, 15) == given.initial_state.shape
     assert given.k.dtype == jnp.bfloat16 and given.log_decay.dtype == given.initial_state.dtype == jnp.float32
-    assert given.tied and given.write is None and given.scale == 0.5
+    assert given.tied and given.write is None and given.slots == 4
     np.testing.assert_array_equal(np.asarray(out, np.float32)[problem.segment_ids >= 0], -110)
     np.testing.assert_array_equal(np.asarray(out, np.float32)[problem.segment_ids < 0], 0)
     np.testing.assert_array_equal(state, 0)
