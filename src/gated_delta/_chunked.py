@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from ._backend import AbstractBackend, Problem, Result, entry_state
 from ._chunk_layout import ChunkLayout, lay_out
 from ._tile import Arithmetic, Tile, chunk_step
-from ._types import CHUNK_SIZES
+from ._types import CHUNK_SIZES, no_type_check
 
 
+@no_type_check
 class Chunked(AbstractBackend):
     """Runs chunks of tokens as matrix products, on any platform XLA compiles for.
 

@@ -5,6 +5,7 @@ import dataclasses
 from ._backend import AbstractBackend, Problem
 from ._chunked import Chunked
 from ._recurrent import Recurrent
+from ._types import no_type_check
 
 
 def backends() -> tuple[AbstractBackend, ...]:
@@ -35,6 +36,7 @@ class Explanation:
         return "\n".join(lines)
 
 
+@no_type_check
 def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
     """The backend named, or else the first that can run.
 

@@ -7,7 +7,7 @@ from jaxtyping import Array, Float
 
 from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states
 from ._tile import widen
-from ._types import spread_heads
+from ._types import no_type_check, spread_heads
 
 
 class Token(eqx.Module):
@@ -36,6 +36,7 @@ def delta_step(
     return state, jnp.sum(state * q[..., None], axis=-2)
 
 
+@no_type_check
 class Recurrent(AbstractBackend):
     """Runs the recurrence as a scan over tokens, in the accumulation dtype throughout.
 

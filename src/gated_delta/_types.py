@@ -1,6 +1,6 @@
 """Words shared by every room: axis names, gate granularities, and the dtype policy. Imports nothing of ours."""
 
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import jax
 import jax.core
@@ -18,8 +18,20 @@ Owner: TypeAlias = Literal["key", "value"]
 
 Scalar: TypeAlias = float | int | np.ndarray | np.generic | jax.Array
 
+T = TypeVar("T")
+
 CHUNK_SIZES = (16, 32, 64, 128)
 """Tokens that may be solved together. Powers of two: the chunk is halved again and again in `_tile`."""
+
+
+def no_type_check(x: T) -> T:
+    """Keep run-time type checkers off `x`, which checks its arguments by hand: so its errors read the same for all.
+
+    jaxtyping's import hook goes by this name. `typing.no_type_check` would hide the annotations from static checkers
+    too.
+    """
+    x.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
+    return x
 
 
 def operand_dtype(*dtypes) -> jnp.dtype:

@@ -2,27 +2,16 @@
 
 import dataclasses
 import json
-from typing import Any, Literal, TypeAlias, TypeVar, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 from ._activations import Activation, NormNumerics
-from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity
+from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity, no_type_check
 
 QKNorm: TypeAlias = Literal["l2", "none"]
 Initialisation: TypeAlias = Literal["uniform", "normal", "xavier"]
 StepInitialisation: TypeAlias = Literal["log_uniform", "ones"]
 Number: TypeAlias = float | int
 Rank: TypeAlias = int | Literal["value_dim"] | None
-T = TypeVar("T")
-
-
-def no_type_check(x: T) -> T:
-    """Keep run-time type checkers off `x`, which checks its arguments by hand: so its errors read the same for all.
-
-    jaxtyping's import hook goes by this name. `typing.no_type_check` would hide the annotations from static checkers
-    too.
-    """
-    x.__no_type_check__ = True  # pyright: ignore[reportAttributeAccessIssue]
-    return x
 
 
 @no_type_check
