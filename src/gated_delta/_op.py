@@ -16,11 +16,20 @@ from ._finite import contain
 from ._gates import Gates, limit_log_decay
 from ._packing import check_packing
 from ._recurrent import Recurrent
-from ._types import Scalar, accumulation_dtype, as_float_array, is_concrete, operand_dtype, spread_heads
+from ._types import (
+    Scalar,
+    accumulation_dtype,
+    as_float_array,
+    is_concrete,
+    no_type_check,
+    operand_dtype,
+    spread_heads,
+)
 
 _PRECISIONS = ("default", "high", "highest")
 
 
+@no_type_check
 def gated_delta(
     q: Any,
     k: Any,
@@ -106,6 +115,7 @@ def _execute(backend: AbstractBackend, call: "_Call"):
     return call.finish(backend(call.problem))
 
 
+@no_type_check
 def gated_delta_step(
     q: Any,
     k: Any,
@@ -140,6 +150,7 @@ def gated_delta_step(
     return out[:, 0], state
 
 
+@no_type_check
 def explain(
     q: Any,
     k: Any,
