@@ -7,15 +7,17 @@ from jax import lax
 from jaxtyping import Array
 
 from ._packing import Packing
-from ._types import accumulation_dtype, spread_heads
+from ._types import accumulation_dtype, operand_dtype, spread_heads
 
 
-def contain(arrays: dict, initial_state, packing: Packing | None, slots: int) -> tuple[dict, Any, Array, Array]:
+def contain(
+    arrays: dict, initial_state, packing: Packing | None, slots: int, tied: bool
+) -> tuple[dict, Any, Array, Array]:
     """Take every token that is not finite out of the problem, and say which outputs and states it spoils.
 
     A token with a non-finite query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a
-    value or value-owned gate for its own head. Marking the followers is then a select, so nothing leaks, in gradients
-    neither.
+    value, a value times its write gate or a value-owned gate for its own head. Marking the followers is then a select,
+    so nothing leaks, in gradients neither.
     """
     k, v = arrays["k"], arrays["v"]
     key_heads, value_heads = k.shape[2], v.shape[2]
@@ -23,9 +25,13 @@ def contain(arrays: dict, initial_state, packing: Packing | None, slots: int) ->
     def finite(x, axis=-1):
         return jnp.all(jnp.isfinite(x), axis=axis)
 
-    squared = jnp.sum(jnp.square(k.astype(accumulation_dtype(k.dtype))), axis=-1)
+    dtype = accumulation_dtype(operand_dtype(*(arrays[name].dtype for name in ("q", "k", "v"))))
+    squared = jnp.sum(jnp.square(k.astype(dtype)), axis=-1)
     by_key = jnp.isfinite(squared) & finite(arrays["q"])
     by_value = finite(v)
+    write = arrays["erase"] if tied else arrays["write"]
+    if write is not None:
+        by_value = by_value & finite(spread_heads(write, value_heads, axis=2).astype(dtype) * v.astype(dtype))
     for name in ("log_decay", "erase", "write"):
         gate = arrays[name]
         if gate is None:

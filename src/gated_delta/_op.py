@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._backend import AbstractBackend, Problem
 from ._dispatch import Explanation, choose, explain_problem
+from ._explicit import is_sharded_explicitly, with_automatic_axes
 from ._finite import contain
 from ._gates import Gates, limit_log_decay
 from ._packing import check_packing
@@ -90,8 +91,9 @@ def gated_delta(
 
     Traced values cannot be refused, so they are limited, alike in every backend: a log decay above 0 to 0 with zero
     gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token
-    that is not finite (NaN, infinite, or a key whose squared norm overflows) spoils outputs and state of its own
-    document and heads from there on, and nothing else.
+    that is not finite (NaN, infinite, or a key whose squared norm or a value whose product with its gate overflows)
+    spoils outputs and state of its own document and heads from there on, and nothing else. A document that overflows
+    from finite tokens spoils no other; which of its own outputs are lost is the backend's matter.
 
     **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
     promises where they are concrete, and if the named backend cannot run.
@@ -100,12 +102,20 @@ def gated_delta(
         Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464; the general gates:
         arXiv:2605.22791.
     """
-    call = _prepare(
-        q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
-    )
-    if call.problem is None:
-        return call.nothing()
-    return _execute(choose(call.problem, backend), call)
+
+    def run(arrays):
+        q, k, v, gates, initial_state, segment_ids, cu_seqlens = arrays
+        call = _prepare(
+            q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
+        )
+        if call.problem is None:
+            return call.nothing()
+        return _execute(choose(call.problem, backend), call)
+
+    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens)
+    if is_sharded_explicitly(arrays):
+        return with_automatic_axes(run, arrays, v, _leading_axes(cu_seqlens, num_segments))
+    return run(arrays)
 
 
 @jax.jit
@@ -266,7 +276,7 @@ def _prepare(
     arrays |= {"log_decay": log_decay, "erase": erase, "write": write}
     if initial_state is not None:
         initial_state = initial_state.reshape(batch, slots, *state_shape[-3:])
-    arrays, initial_state, spoiled, spoiled_state = contain(arrays, initial_state, packing, slots)
+    arrays, initial_state, spoiled, spoiled_state = contain(arrays, initial_state, packing, slots, gates.is_tied)
     if arrays["log_decay"] is not None:
         arrays["log_decay"] = limit_log_decay(arrays["log_decay"])
     if initial_state is not None:

@@ -21,6 +21,7 @@ Every exponent is formed as a sum of its own tokens and is at most 0. Nothing is
 too strong, and a row never sees a gate that comes after it.
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple, cast
 
@@ -28,7 +29,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from ._types import accumulation_dtype
 
@@ -69,6 +70,23 @@ class Tile(eqx.Module):
     entry: Int[Array, "*rows 1 1 1"] | None = None
 
 
+class Shared(eqx.Module):
+    """Where documents share a chunk: what they must not share is numbers that are not finite, since 0 * inf is NaN.
+
+    - `same`: which rows and columns are of one document.
+    - `enters`, `stays`: which rows are of the entering state's document, of the leaving state's.
+    - `carries`: whether the entering state leaves.
+    - `overflow`, `misread`: rows of values and erase keys, of scores, that overflowed. `Factors` holds zeros there.
+    """
+
+    same: Bool[Array, "*rows 1 chunk chunk"]
+    enters: Bool[Array, "*rows 1 chunk 1"]
+    stays: Bool[Array, "*rows 1 chunk 1"]
+    carries: Bool[Array, "*rows 1 1 1"]
+    overflow: Bool[Array, "*owners chunk 1"]
+    misread: Bool[Array, "*owners chunk 1"] | None = None
+
+
 class Factors(eqx.Module):
     """What a chunk does to any state that enters it. `None` stands for zero (`erase_keys`) and for one (`decay`)."""
 
@@ -78,6 +96,7 @@ class Factors(eqx.Module):
     erase_keys: Float[Array, "*owners chunk key_dim"] | None
     values: Float[Array, "*owners chunk width"]
     decay: Float[Array, "*owners_or_rows key_dim_or_1 1"] | None
+    shared: Shared | None = None
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -280,9 +299,12 @@ def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic) -> Array:
 
 
 def unit_lower_inverse(
-    pairs: Float[Array, "*owners chunk chunk"], arithmetic: Arithmetic
+    pairs: Float[Array, "*owners chunk chunk"], arithmetic: Arithmetic, same: Array | None = None
 ) -> Float[Array, "*owners chunk chunk"]:
     """`(I + pairs)^-1` for strictly lower triangular `pairs`, by the method that `arithmetic.inverse` names.
+
+    `same`: which rows and columns share a document, where `pairs` is 0 between documents. Products are then masked, so
+    that a document that overflows spoils no other (0 * inf); `"substitution"` gives no such promise.
 
     - `"exact"`: block doubling. Every intermediate is an entry of the inverse of a diagonal block, or a product of two
         with `pairs`; no power of `pairs` is formed, so identical keys are harmless. Operands are float32, or for
@@ -300,9 +322,13 @@ def unit_lower_inverse(
     if method == "truncated":
         out = jnp.broadcast_to(identity, pairs.shape)
         for _ in range(int(terms)):
-            out = identity - matmul(pairs, out, arithmetic)
+            out = identity - _mask(matmul(pairs, out, arithmetic), same)
         return out
-    multiply = _solve_product(method, arithmetic)
+    product = _solve_product(method, arithmetic)
+
+    def multiply(a, b):
+        return _mask(product(a, b), same)
+
     out = identity - jnp.where(_meet(rows, columns, 1), pairs, 0)
     for half in _halvings(chunk)[1:]:
         below = jnp.where(_meet(rows, columns, half), pairs, 0)
@@ -397,11 +423,15 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
     values = tile.v.astype(dtype)
     write = tile.write
     values = values if write is None else values * widen(write.astype(dtype), width)
+    shared = None
+    if same is not None and enters is not None and stays is not None and carries is not None:
+        values, overflow = _zero_overflow(values)
+        shared = Shared(same, enters, stays, carries, overflow)
 
     if tile.erase is None:
         scores = decayed_scores(q, k, decays, arithmetic)
         scores = _mask(jnp.where(rows >= columns, spread(scores, owners), 0), same)
-        return Factors(queries, keys, scores, None, values, decay)
+        return _contain_overflow(Factors(queries, keys, scores, None, values, decay, shared))
 
     erase = tile.erase.astype(dtype)
     by_row = erase.shape[-1] == 1  # one number per token leaves the product: raw keys are shared by all owners
@@ -411,11 +441,12 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
     pairs, scores = both[..., :chunk, :], both[..., chunk:, :]
     pairs = _mask(jnp.where(rows > columns, pairs * erase if by_row else pairs, 0), same)
     scores = _mask(jnp.where(rows >= columns, scores, 0), same)
-    inverse = unit_lower_inverse(lax.stop_gradient(pairs), arithmetic)
+    inverse = unit_lower_inverse(lax.stop_gradient(pairs), arithmetic, same)
     erased = spread(k, owners) * erase if by_row else erased
     erased = _mask(erased if from_start is None else erased * from_start, enters)
     solved = solve(pairs, inverse, jnp.concatenate([erased, values], axis=-1), arithmetic)
-    return Factors(queries, keys, scores, solved[..., :key_dim], solved[..., key_dim:], decay)
+    erase_keys, values = solved[..., :key_dim], solved[..., key_dim:]
+    return _contain_overflow(Factors(queries, keys, scores, erase_keys, values, decay, shared))
 
 
 def _mask(x, keep):
@@ -432,16 +463,54 @@ def _document_masks(tile: Tile):
     return column == document, column == entry, column == last, entry == last
 
 
+def _zero_overflow(x, axis=-1):
+    """`x` with 0 for every row (or all of `axis`) that is not finite; and where that is."""
+    overflow = ~jnp.all(jnp.isfinite(x), axis=axis, keepdims=True)
+    return jnp.where(overflow, 0, x), overflow
+
+
+def _contain_overflow(factors: Factors) -> Factors:
+    """`factors` without numbers that are not finite, where documents share the chunk."""
+    shared = factors.shared
+    if shared is None:
+        return factors
+    scores, misread = _zero_overflow(factors.scores)
+    values, overflow = _zero_overflow(factors.values)
+    overflow, erase_keys = shared.overflow | overflow, factors.erase_keys
+    if erase_keys is not None:
+        erase_keys, rows = _zero_overflow(erase_keys)
+        overflow = overflow | rows
+    shared = dataclasses.replace(shared, overflow=overflow, misread=misread)
+    return dataclasses.replace(factors, scores=scores, erase_keys=erase_keys, values=values, shared=shared)
+
+
 def chunk_advance(
     state: Float[Array, "*owners key_dim width"], factors: Factors, arithmetic: Arithmetic
 ) -> tuple[Float[Array, "*owners key_dim width"], Float[Array, "*owners chunk width"]]:
     """The chain from chunk to chunk: the state after it, and its outputs."""
+    shared, overflow, lost = factors.shared, None, None
+    if shared is not None:
+        state, lost = _zero_overflow(state, (-2, -1))
     written = factors.values
     if factors.erase_keys is not None:
         written = written - matmul(factors.erase_keys, state, arithmetic)
+    if shared is not None:
+        written, overflow = _zero_overflow(written)
     out = matmul(factors.queries, state, arithmetic) + matmul(factors.scores, written, arithmetic)
     kept = state if factors.decay is None else factors.decay * state
-    return kept + matmul_tn(factors.keys, written, arithmetic), out
+    state = kept + matmul_tn(factors.keys, written, arithmetic)
+    if shared is None:
+        return state, out
+    spoiled, leaves = _spread_overflow(shared, overflow | shared.overflow, lost)
+    return jnp.where(leaves, jnp.nan, state), jnp.where(spoiled | shared.misread, jnp.nan, out)
+
+
+def _spread_overflow(shared: Shared, overflow, lost):
+    """The rows whose outputs are lost, and whether the leaving state is: by `overflow`, or a `lost` entering state."""
+    rows, columns = _rows_and_columns(overflow.shape[-2], overflow.ndim)
+    before = shared.same & (rows >= columns) & jnp.swapaxes(overflow, -1, -2)
+    spoiled = jnp.any(before, axis=-1, keepdims=True) | (shared.enters & lost)
+    return spoiled, jnp.any(shared.stays & overflow, axis=-2, keepdims=True) | (shared.carries & lost)
 
 
 def chunk_step(state, tile: Tile, arithmetic: Arithmetic):
