@@ -225,11 +225,8 @@ def figures(
         calls[name][arguments] = times
     found = [top]
     for name in calls:
-        # libtpu dumps one of several programs that are the same.
-        same = [one for one in calls if one in files and hlo.signature(one) == hlo.signature(name)]
-        if name not in files and not same:
-            raise RuntimeError(f"libtpu dumped no program {name}, nor one like it.")
-        found.append(counted(name, calls[name], name if name in files else same[0])[0])
+        source = name if name in files else _twin(name, [one for one in calls if one in files], hlo)
+        found.append(counted(name, calls[name], source)[0])
     found += [_sparse_core(n, chip) for n in hlo.sparse_core_bytes]
     if unsettled:
         raise Unsettled(
@@ -238,6 +235,15 @@ def figures(
             + "\n  ".join(map(str, unsettled))
         )
     return found
+
+
+def _twin(name: str, dumped: Sequence[str], hlo: dump.Hlo) -> str:
+    """libtpu dumps one of several programs that are the same."""
+    signature = hlo.signature(name)
+    for other in dumped:
+        if hlo.signature(other) == signature:
+            return other
+    raise RuntimeError(f"libtpu dumped no program {name}, nor one like it.")
 
 
 def _all_calls(

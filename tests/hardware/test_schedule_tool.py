@@ -2,20 +2,23 @@
 whose figures are known."""
 
 import importlib.util
+import inspect
 import json
 import pathlib
 import subprocess
 import sys
 import textwrap
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from tpu import dump, report  # noqa: E402
-from tpu.compile import LABELS  # noqa: E402
+from tpu.compile import LABELS, load  # noqa: E402
 from tpu.machine import Machine, Pointer  # noqa: E402
+from tpu_peers import ROWS  # noqa: E402
 from tpu_schedule import parse_function  # noqa: E402
 
 needs_libtpu = pytest.mark.skipif(
@@ -216,6 +219,19 @@ def test_functions_and_choices_are_parsed_or_refused():
     for wrong in ("k=run", "k:1=jump", "k:x=run", "k:1=0"):
         with pytest.raises(ValueError, match="settles nothing"):
             report.Settling.parse(wrong)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_a_row_of_the_table_names_functions_that_take_what_it_says(row):
+    function, keywords = parse_function(f"{ROOT}/benchmarks/tpu/ours.py:{row.ours}")
+    call, arguments, facts = load(function)(**keywords, time=16, backward=True, chunked=True)
+    out, gradients = jax.eval_shape(call, *arguments)
+    assert facts["tokens"] == 16 and facts["heads"] * 128 == out.shape[2] * out.shape[3]
+    assert [x.shape for x in gradients] == [x.shape for x in arguments[1:]]
+    for peers, options in ((row.peers, {"time": 16, "backward": True}), (row.layers, {"time": 16})):
+        for peer in peers.values():
+            function, keywords = parse_function(f"{ROOT}/benchmarks/tpu/peers.py:{peer}")
+            inspect.signature(load(function)).bind(**keywords, **options)
 
 
 KERNELS = '''
