@@ -1,6 +1,5 @@
 """Constructors, records, gates and parameters: what each option builds, and what is refused with which words."""
 
-import dataclasses
 import functools
 import inspect
 import json
@@ -35,9 +34,12 @@ from gated_delta import (
     weight_decay_mask,
 )
 from gated_delta._activations import bounded_decay, gated_rms_norm, inverse_softplus, sigmoid_gate, softplus_decay
+from gated_delta._linear import Linear
 
 KEY = jax.random.key(0)
-fast_jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+# Compiles five times faster; the arithmetic is the same but for the order of some sums.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
 CONSTRUCTORS = [GDN, KDA, GDN2, SLA]
 
 
@@ -66,7 +68,7 @@ def runs(mixer):
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("model", [6, 128, 2048])
+@pytest.mark.parametrize("model", [6, 2048])
 def test_defaults_work_for_any_width(constructor, model):
     mixer = shape_of(constructor, model)
     assert runs(mixer)
@@ -195,17 +197,14 @@ def test_initial_decays_are_those_of_the_literature():
     "init, limit", [("uniform", 16**-0.5), ("normal", None), ("xavier", 2**-2.5 * (6 / 80) ** 0.5)]
 )
 def test_initial_matrices(init, limit):
-    config = dataclasses.replace(shape_of(KDA, 16, key_heads=4, key_dim=16, output_gate_rank=None).config, init=init)
-    mixer = fast_jit(lambda key: GatedDeltaMixer(config, key=key))(KEY)
-    weight = np.asarray(mixer.q_proj.weight)
+    linear = fast_jit(lambda key: Linear(16, 64, bias=True, init=init, key=key))(KEY)
+    weight = np.asarray(linear.weight)
     assert weight.shape == (64, 16)
     if limit is None:
         assert abs(weight.std() - 0.02) < 0.002
     else:
         assert 0.9 * limit < np.abs(weight).max() <= limit
-    bias = np.asarray(mixer.out_gate.project.bias)
-    assert np.any(bias) == (init == "uniform")
-    assert np.abs(mixer.q_conv.weight).max() <= 0.5 and np.all(np.asarray(mixer.out_norm.weight) == 1)
+    assert np.any(linear.bias) == (init == "uniform")
 
 
 # ---- gate arithmetic -------------------------------------------------------------------------------------------------
@@ -355,18 +354,21 @@ def test_weight_decay_applies_to_matrices_only():
 def test_gate_parameters_stay_float32_when_a_model_is_cast():
     model = fast_jit(lambda key: GDN(8, key_heads=2, key_dim=4, key=key))(KEY)
     for dtype, kept in (("bfloat16", "float32"), ("float16", "float32"), ("float32", "float32")):
-        low = cast_params([model, jnp.arange(3), "a string"], dtype)
+        low = eqx.filter_eval_shape(cast_params, [model, np.arange(3, dtype=np.int32), "a string"], dtype)
         dtypes = {
             jax.tree_util.keystr(path): str(leaf.dtype) for path, leaf in jax.tree_util.tree_leaves_with_path(low[0])
         }
         for name, came in dtypes.items():
             assert came == (kept if name in (".decay.A_log", ".decay.dt_bias") else dtype), name
         assert low[1].dtype == jnp.int32 and low[2] == "a string"
-        np.testing.assert_array_equal(low[0].decay.A_log, model.decay.A_log)
-    raised = cast_params(jax.tree.map(lambda a: a.astype(jnp.float16), model), "bfloat16")
-    assert raised.decay.dt_bias.dtype == jnp.float32
+    low = fast_jit(lambda model: cast_params(model, "bfloat16"))(model)
+    np.testing.assert_array_equal(low.decay.A_log, model.decay.A_log)
+    raised = eqx.filter_eval_shape(
+        lambda low: cast_params(low, "bfloat16"), eqx.tree_at(lambda m: m.decay.A_log, low, np.zeros(2, np.float16))
+    )
+    assert raised.decay.A_log.dtype == jnp.float32
     with jax.enable_x64(True):
-        assert cast_params(model, "float64").decay.A_log.dtype == jnp.float64
+        assert eqx.filter_eval_shape(cast_params, model, "float64").decay.A_log.dtype == jnp.float64
     with pytest.raises(TypeError, match="`cast_params` needs a floating-point dtype, but it is int32"):
         cast_params(model, jnp.int32)
 

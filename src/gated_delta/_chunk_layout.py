@@ -39,8 +39,9 @@ def lay_out(problem: Problem, size: int) -> ChunkLayout:
     if packing is None or packing.slot is None:
         return _cut_rows(problem, size)
     batch, time = problem.k.shape[:2]
-    count = time // size + problem.slots + 1  # the one more: padding before the first document
-    target = jax.vmap(lambda document: _aligned_positions(document, size, problem.slots + 1))(packing.document)
+    documents = min(problem.slots, time)  # that have tokens, whatever the number of states
+    count = time // size + documents + 1  # the one more: padding before the first document
+    target = jax.vmap(lambda document: _aligned_positions(document, size, documents + 1))(packing.document)
     source = jnp.full((batch, count * size), time, target.dtype)
     source = jax.vmap(lambda s, t: s.at[t].set(jnp.arange(time, dtype=t.dtype)))(source, target)
     first = source[:, ::size]

@@ -26,8 +26,7 @@ def contain(
         return jnp.all(jnp.isfinite(x), axis=axis)
 
     dtype = accumulation_dtype(operand_dtype(*(arrays[name].dtype for name in ("q", "k", "v"))))
-    squared = jnp.sum(jnp.square(k.astype(dtype)), axis=-1)
-    by_key = jnp.isfinite(squared) & finite(arrays["q"])
+    by_key = _has_finite_norm(k.astype(dtype)) & finite(arrays["q"])
     by_value = finite(v)
     write = arrays["erase"] if tied else arrays["write"]
     if write is not None:
@@ -36,7 +35,10 @@ def contain(
         gate = arrays[name]
         if gate is None:
             continue
-        fine = finite(jnp.where(gate == -jnp.inf, 0, gate) if name == "log_decay" else gate)
+        if name == "erase":
+            fine = _has_finite_norm(gate.astype(dtype) * spread_heads(k, gate.shape[2], axis=2).astype(dtype))
+        else:
+            fine = finite(jnp.where(gate == -jnp.inf, 0, gate) if name == "log_decay" else gate)
         if gate.shape[2] == key_heads:
             by_key = by_key & fine
         else:
@@ -53,6 +55,10 @@ def contain(
         initial_state = jnp.where(bad_state[..., None, None], 0, initial_state)
     spoiled, spoiled_state = _spread_damage(bad, bad_state, packing)
     return clean, initial_state, spoiled, spoiled_state
+
+
+def _has_finite_norm(x):
+    return jnp.isfinite(jnp.sum(jnp.square(x), axis=-1))
 
 
 def _spread_damage(bad, bad_state, packing):

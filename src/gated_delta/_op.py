@@ -91,9 +91,10 @@ def gated_delta(
 
     Traced values cannot be refused, so they are limited, alike in every backend: a log decay above 0 to 0 with zero
     gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token
-    that is not finite (NaN, infinite, or a key whose squared norm or a value whose product with its gate overflows)
-    spoils outputs and state of its own document and heads from there on, and nothing else. A document that overflows
-    from finite tokens spoils no other; which of its own outputs are lost is the backend's matter.
+    that is not finite (NaN or infinite; or the squared norm of its key, with or without the erase gate, or its value
+    with the write gate overflows) spoils outputs and state of its own document and heads from there on, and nothing
+    else. A document that overflows from finite tokens spoils no other; which of its own outputs are lost is the
+    backend's matter.
 
     **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
     promises where they are concrete, and if the named backend cannot run.
@@ -503,8 +504,10 @@ def _check_concrete_range(name, gate, low, high):
 
 
 def _state_axes(cu_seqlens, num_segments) -> str:
+    return f"[{', '.join((*_leading_axes(cu_seqlens, num_segments), 'value_heads', 'key_dim', 'value_dim'))}]"
+
+
+def _leading_axes(cu_seqlens, num_segments) -> tuple[str, ...]:
     if cu_seqlens is not None:
-        return "[documents, value_heads, key_dim, value_dim]"
-    if num_segments is not None:
-        return "[batch, num_segments, value_heads, key_dim, value_dim]"
-    return "[batch, value_heads, key_dim, value_dim]"
+        return ("documents",)
+    return ("batch",) if num_segments is None else ("batch", "num_segments")

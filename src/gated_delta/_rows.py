@@ -97,19 +97,24 @@ def _rows_from_offsets(mask, segment_ids, cu_seqlens, batch, time):
         real = jnp.zeros((batch, time), bool)
     place = None
     if mask is not None:
-        lost = real & ~mask
-        if is_concrete(lost) and lost.any():
-            position = int(np.argmax(np.asarray(lost)[0]))
-            raise ValueError(
-                f"`mask` contradicts `cu_seqlens`: token {position} belongs to a document, but the mask says padding. "
-                "Leave the mask out, or give `segment_ids` with -1 at padding instead of offsets."
-            )
+        if is_concrete(mask) and is_concrete(cu_seqlens):
+            _check_agreement(np.asarray(mask)[0], int(np.asarray(cu_seqlens)[-1]))
         real = real & mask
         place = _place(real)
         before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(real[0].astype(jnp.int32))])
         offsets = before[offsets]
         packing, _, _ = check_packing(None, offsets, None, batch, time, False)
     return Rows(place, real, _documents(packing, real, None, offsets))
+
+
+def _check_agreement(mask, end):
+    """Documents are all that is before `end`, since offsets begin with 0."""
+    lost = np.flatnonzero(~mask[:end])
+    if lost.size:
+        raise ValueError(
+            f"`mask` contradicts `cu_seqlens`: token {lost[0]} belongs to a document, but the mask says padding. "
+            "Leave the mask out, or give `segment_ids` with -1 at padding instead of offsets."
+        )
 
 
 def _documents(packing, real, segment_ids, offsets):

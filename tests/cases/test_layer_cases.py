@@ -11,7 +11,9 @@ import pytest
 from gated_delta import GDN, GDN2, KDA, SLA, SoftplusDecay
 from gated_delta._activations import l2_normalize
 
-fast_jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+# Compiles five times faster; the arithmetic is the same but for the order of some sums.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
 MODEL = 16
 MAKERS = {
     "gdn": functools.partial(GDN, MODEL, key_heads=2, key_dim=32),
@@ -21,14 +23,27 @@ MAKERS = {
 }
 
 
-@functools.cache
-def maker(name):
-    return fast_jit(lambda key: MAKERS[name](key=key))
+def fill(shapes, seed):
+    """Parameters for a layer of `jax.ShapeDtypeStruct`s: of sizes as after some training, without compiling."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if name.endswith(("A_log", "dt_bias")):
+            return rng.uniform(*((0, 2.5) if name.endswith("A_log") else (-5, -1)), leaf.shape).astype(np.float32)
+        if name.endswith("bias"):
+            return 0.1 * rng.standard_normal(leaf.shape).astype(np.float32)
+        size = 0.5 if "conv" in name else leaf.shape[-1] ** -0.5
+        return (size * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)).astype(
+            np.float32
+        )  # a norm's weight is near 1
+
+    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(draw, shapes))
 
 
 @functools.cache
-def make_mixer(name):
-    return maker(name)(jax.random.key(0))
+def make_mixer(name, seed=0):
+    return fill(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), seed)
 
 
 def cast(mixer, dtype):
@@ -70,10 +85,10 @@ def test_gate_parameters_in_float16_are_raised_before_the_exponential():
         np.testing.assert_allclose(log_decay, -4.48, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn2"])
+@pytest.mark.parametrize("name", ["gdn"])
 def test_a_layer_cast_to_bfloat16_as_a_whole(name):
     """C09: a user's tree map casts the gate parameters too; the gate is still computed in float32."""
-    mixer, x = make_mixer(name), jnp.asarray(draw(0, 2, 70, MODEL), jnp.bfloat16)
+    mixer, x = make_mixer(name), draw(0, 2, 70, MODEL).astype(jnp.bfloat16)
     low = cast(mixer, jnp.bfloat16)
     same = cast(low, np.float32)
     out, _ = run(low, x)
@@ -83,9 +98,7 @@ def test_a_layer_cast_to_bfloat16_as_a_whole(name):
     assert np.sqrt(np.sum((out - expected) ** 2) / np.sum(expected**2)) <= 1e-2
     gate = fast_jit(lambda mixer, x: mixer.decay(x))
     assert gate(low, x).dtype == jnp.float32
-    # A low-rank input passes its bottleneck in the dtype of x; from there on it is float32 as well.
-    tolerance = 1e-5 if name == "gdn" else 1e-2
-    assert_within(tolerance, gate(low, x), gate(same, x.astype(jnp.float32)))
+    assert_within(1e-5, gate(low, x), gate(same, x.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -107,7 +120,7 @@ def test_a_zero_vector_through_the_norm(dtype):
     np.testing.assert_array_equal(d_x[others], d_without)
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn2"])
+@pytest.mark.parametrize("name", ["gdn2"])
 def test_a_token_of_zeros_through_the_layer(name):
     """C34: query and key are exactly 0 there, since the convolutions have no bias."""
     mixer, x = make_mixer(name), draw(0, 2, 9, MODEL)
@@ -183,7 +196,7 @@ def test_an_all_true_mask_beside_offsets_changes_nothing_and_a_contradiction_rai
     wrong = np.ones((1, 40), bool)
     wrong[0, 20] = False
     with pytest.raises(ValueError, match=r"`mask` contradicts `cu_seqlens`: token 20 belongs to a document"):
-        mixer(x, mask=wrong, cu_seqlens=offsets)
+        eqx.filter_eval_shape(lambda mixer: mixer(x, mask=wrong, cu_seqlens=offsets), mixer)
     # Where the values are traced nothing can raise: the token is padding, as documented.
     out, state = run(mixer, x, mask=wrong, offsets=offsets)
     assert not np.any(np.asarray(out)[0, 20])
@@ -191,7 +204,7 @@ def test_an_all_true_mask_beside_offsets_changes_nothing_and_a_contradiction_rai
     assert_within(2e-5, (np.delete(out, 20, axis=1), state), (without, last))
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", ["gdn", "sla"])
 def test_any_split_gives_the_same_answer(name):
     """C27: the parts are right-padded to one length, so that they share a program."""
     mixer, x = make_mixer(name), draw(0, 1, 150, MODEL)
@@ -211,7 +224,7 @@ def test_any_split_gives_the_same_answer(name):
 
 def test_the_state_keeps_its_dtypes_over_many_steps():
     """C31: 256 single steps in bfloat16 as the body of a scan, which refuses a carry that changes its type."""
-    mixer, x = make_mixer("gdn"), jnp.asarray(draw(0, 2, 256, MODEL), jnp.bfloat16)
+    mixer, x = make_mixer("gdn"), draw(0, 2, 256, MODEL).astype(jnp.bfloat16)
 
     @fast_jit
     def decode(mixer, x, state):
@@ -225,7 +238,7 @@ def test_the_state_keeps_its_dtypes_over_many_steps():
     assert out.dtype == state.q_window.dtype == jnp.bfloat16 and state.recurrent.dtype == jnp.float32
     # Each step rounds the same values as the whole, so all that differs is the order of float32 sums.
     whole_out, whole = run(mixer, x)
-    assert_within(1e-2, (jnp.swapaxes(out, 0, 1), state.q_window), (whole_out, whole.q_window))
+    assert_within(1e-2, (np.swapaxes(np.asarray(out), 0, 1), state.q_window), (whole_out, whole.q_window))
     exact = mixer.init_state(2, dtype=jnp.bfloat16)
     low = eqx.tree_at(lambda s: s.recurrent, exact, exact.recurrent.astype(jnp.bfloat16))
     stored, _ = decode(mixer, x[:, :5], low)
@@ -291,6 +304,8 @@ def test_type_checks_hold_under_every_transformation(name):
     assert out.shape == x.shape and state.recurrent.dtype == jnp.float32
     d_mixer = shape(eqx.filter_grad(lambda mixer, x: loss(eqx.filter_checkpoint(mixer), x)), mixer, x)
     assert d_mixer.o_proj.weight.shape == mixer.o_proj.weight.shape
+    if name in ("gdn", "kda"):  # the others have every kind of part
+        return
     assert shape(jax.vmap(jax.grad(lambda x: loss(mixer, x))), x).shape == x.shape
     assert shape(jax.vmap(jax.vmap(mixer)), x[None])[0].shape == (1, *x.shape)
     assert shape(eqx.filter_vmap(mixer, in_axes=1), x)[0].shape == (5, 2, MODEL)
@@ -307,7 +322,7 @@ def test_type_checks_hold_under_every_transformation(name):
 @pytest.mark.parametrize("name", MAKERS)
 def test_equal_configurations_are_one_structure_and_one_compilation(name):
     """C49, C51: also after the parameters have been updated."""
-    first, second = (maker(name)(jax.random.key(seed)) for seed in (0, 1))
+    first, second = make_mixer(name), make_mixer.__wrapped__(name, 1)
     structures = [jax.tree.structure(mixer) for mixer in (first, second)]
     assert structures[0] == structures[1] and hash(structures[0]) == hash(structures[1])
     assert hash(first.config) == hash(second.config)

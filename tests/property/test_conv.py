@@ -15,23 +15,33 @@ from gated_delta._rows import make_rows
 from gated_delta.testing import segment_ids
 
 BATCH, TIME, CHANNELS = 2, 13, 3
-fast_jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
-
-
-@functools.cache
-def make_conv(width):
-    return fast_jit(ShortConv)(CHANNELS, width, bias=True, key=jax.random.key(width))
+# Compiles five times faster; the arithmetic is the same but for the order of some sums.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
 
 
 def draw(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+@functools.cache
+def make_conv(width):
+    return eqx.tree_at(
+        lambda conv: (conv.weight, conv.bias),
+        eqx.filter_eval_shape(ShortConv, CHANNELS, width, bias=True, key=jax.random.key(0)),
+        (draw(width, width, CHANNELS), draw(width + 1, CHANNELS)),
+    )
+
+
 @fast_jit
-def convolve(conv, x, window, mask, ids, offsets):
+def _convolve(conv, x, window, mask, ids, offsets):
     rows = make_rows(mask, ids, offsets, *x.shape[:2])
     out, window = conv(rows.gather(x), window, rows.documents)
     return rows.scatter(out), window
+
+
+def convolve(*arguments):
+    return jax.tree.map(np.asarray, _convolve(*arguments))
 
 
 def naive(conv, inputs, window):
@@ -110,10 +120,18 @@ def test_what_is_not_finite_stays_in_its_document_and_reach(bad, begin, seed):
     np.testing.assert_array_equal(out[1], clean[1])
 
 
+@fast_jit
+def _plain(conv, x, window):
+    return conv(x, window)
+
+
+def plain(*arguments):
+    return jax.tree.map(np.asarray, _plain(*arguments))
+
+
 def test_without_documents_it_is_the_plain_convolution():
     conv = make_conv(4)
     x, window = draw(0, BATCH, TIME, CHANNELS), draw(1, BATCH, 3, CHANNELS)
-    plain = fast_jit(lambda conv, x, window: conv(x, window))
     out, new = plain(conv, x, window)
     single, single_new = plain(conv, x[0], window[0])
     for row in range(BATCH):
@@ -129,7 +147,7 @@ def test_fewer_tokens_than_taps(time):
     conv = make_conv(4)
     x, window = draw(2, time, CHANNELS), draw(3, 3, CHANNELS)
     for given_window in (window, None):
-        out, new = conv(jnp.asarray(x), None if given_window is None else jnp.asarray(given_window))
+        out, new = plain(conv, x, given_window)
         expected, last = naive(conv, x, np.zeros_like(window) if given_window is None else window)
         np.testing.assert_allclose(out, expected, rtol=0, atol=2e-6)
         np.testing.assert_array_equal(new, last)
@@ -137,9 +155,9 @@ def test_fewer_tokens_than_taps(time):
 
 def test_low_precision_inputs_are_summed_in_float32_and_windows_keep_their_dtype():
     conv = make_conv(4)
-    x, window = jnp.asarray(draw(4, BATCH, TIME, CHANNELS), jnp.bfloat16), jnp.zeros((BATCH, 3, CHANNELS), jnp.float32)
-    out, new = conv(x, window)
+    x, window = draw(4, BATCH, TIME, CHANNELS).astype(jnp.bfloat16), np.zeros((BATCH, 3, CHANNELS), np.float32)
+    out, new = plain(conv, x, window)
     assert out.dtype == new.dtype == jnp.float32
     expected, _ = naive(conv, np.asarray(x[0], np.float64), np.zeros((3, CHANNELS)))
     np.testing.assert_allclose(out[0], expected, rtol=0, atol=2e-6)
-    assert conv(x)[1].dtype == jnp.bfloat16
+    assert plain(conv, x, None)[1].dtype == jnp.bfloat16

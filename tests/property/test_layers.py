@@ -21,13 +21,33 @@ MAKERS = {
     "gdn2": functools.partial(GDN2, MODEL, key_heads=2, value_heads=4, key_dim=4, value_dim=3, conv_bias=True),
     "sla": functools.partial(SLA, MODEL, group=2, key_heads=2, key_dim=4, value_dim=3, conv_width=None),
 }
-fast_jit = functools.partial(eqx.filter_jit, compiler_options={"xla_backend_optimization_level": 0})
+# Compiles five times faster; the arithmetic is the same but for the order of some sums.
+FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
+fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
 variants = pytest.mark.parametrize("name", MAKERS)
+
+
+def fill(shapes, seed):
+    """Parameters for a layer of `jax.ShapeDtypeStruct`s: of sizes as after some training, without compiling."""
+    rng = np.random.default_rng(seed)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path)
+        if name.endswith(("A_log", "dt_bias")):
+            return rng.uniform(*((0, 2.5) if name.endswith("A_log") else (-5, -1)), leaf.shape).astype(np.float32)
+        if name.endswith("bias"):
+            return 0.1 * rng.standard_normal(leaf.shape).astype(np.float32)
+        size = 0.5 if "conv" in name else leaf.shape[-1] ** -0.5
+        return (size * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)).astype(
+            np.float32
+        )  # a norm's weight is near 1
+
+    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(draw, shapes))
 
 
 @functools.cache
 def make_mixer(name):
-    return fast_jit(MAKERS[name])(key=jax.random.key(len(name)))
+    return fill(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), len(name))
 
 
 @fast_jit
@@ -116,7 +136,7 @@ def test_offsets_give_every_document_its_own_states(name, cuts, seed):
     assert not np.any(np.asarray(out)[offsets[-1] :])
 
 
-@pytest.mark.parametrize("name", ["gdn2", "sla"])
+@pytest.mark.parametrize("name", ["gdn2"])
 def test_batched_unbatched_and_vmapped_calls_agree(name):
     mixer = make_mixer(name)
     x, state = draw(0, BATCH, TIME, MODEL), draw_state(mixer, 1, BATCH)
@@ -221,11 +241,11 @@ def test_backends_agree():
     assert_same(*results)
 
 
-@pytest.mark.parametrize("name, dtype", [*((name, "bfloat16") for name in MAKERS), ("gdn", "float16")])
+@pytest.mark.parametrize("name, dtype", [("gdn", "bfloat16"), ("sla", "bfloat16"), ("gdn2", "float16")])
 def test_low_precision_inputs(name, dtype):
     mixer, x = make_mixer(name), draw(0, BATCH, TIME, MODEL)
     expected, _ = run(mixer, x, zeros(draw_state(mixer, 0, BATCH)), None, None, None)
-    out, state = run(mixer, jnp.asarray(x, dtype), None, None, None, None)
+    out, state = run(mixer, x.astype(dtype), None, None, None, None)
     assert out.dtype == dtype and state.recurrent.dtype == jnp.float32
     assert state.v_window is None or state.v_window.dtype == dtype
     out, expected = np.asarray(out, np.float64), np.asarray(expected, np.float64)

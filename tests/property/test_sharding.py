@@ -52,73 +52,106 @@ def check(problem, result):
     assert_close(actual, expected(problem), problem)
 
 
-def problem_of(gates, packed):
+def problem_of(gates, packed=False, **changes):
     documents = ((5, 16), (-2, 1, 18)) if packed else None
-    return dataclasses.replace(PROBLEM, gates=GATES[gates], documents=documents)
+    return dataclasses.replace(PROBLEM, gates=GATES[gates], documents=documents, **changes)
+
+
+def placed(here, arguments, cotangents=None):
+    """Arguments and cotangents over the mesh: rows and heads apart."""
+
+    def put(x, spec):
+        return jax.tree.map(lambda x: jax.device_put(x, NamedSharding(here, spec)), x)
+
+    arguments = {name: put(x, SPECS.get(name, ROWS_AND_HEADS)) for name, x in arguments.items()}
+    if cotangents is None:
+        return arguments
+    return arguments, (put(cotangents[0], ROWS_AND_HEADS), put(cotangents[1], SPECS["initial_state"]))
+
+
+CASES = [("key", False), ("value", True), ("none", False)]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize("gates, packed", [("key", False), ("value", True), ("none", False)])
+@pytest.mark.parametrize("gates, packed", CASES)
 def test_inside_shard_map_each_device_does_its_rows_and_heads(kind, backend, gates, packed):
     """With the replication checks that `shard_map` does by default."""
     problem, here = problem_of(gates, packed), mesh(kind)
-    arguments, cotangents = problem.arguments(), problem.cotangents("float32", "float32")
-    specs = specs_of(arguments)
-    floats = {name: spec for name, spec in specs.items() if name != "segment_ids"}
+    specs = {name: SPECS.get(name, ROWS_AND_HEADS) for name in problem.arguments()}
     outer = (ROWS_AND_HEADS, SPECS["initial_state"])
     local = jax.shard_map(
         functools.partial(forward_and_backward, backend),
         mesh=here,
         in_specs=(specs, outer),
-        out_specs=(outer, floats),
+        out_specs=(outer, {name: spec for name, spec in specs.items() if name != "segment_ids"}),
     )
     with jax.set_mesh(here):
+        arguments, cotangents = placed(here, problem.arguments(), problem.cotangents("float32", "float32"))
         check(problem, quick_jit(local)(arguments, cotangents))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize("gates, packed", [("key", False), ("value", True), ("none", False)])
+@pytest.mark.parametrize("gates, packed", CASES)
 def test_jit_takes_sharded_arrays(kind, backend, gates, packed):
     problem, here = problem_of(gates, packed), mesh(kind)
-    arguments, cotangents = problem.arguments(), problem.cotangents("float32", "float32")
     with jax.set_mesh(here):
-
-        def put(x, spec):
-            return jax.device_put(x, NamedSharding(here, spec))
-
-        specs = specs_of(arguments)
-        arguments = {name: jax.tree.map(lambda x: put(x, specs[name]), x) for name, x in arguments.items()}  # noqa: B023
-        cotangents = put(cotangents[0], ROWS_AND_HEADS), put(cotangents[1], SPECS["initial_state"])
-        result = quick_jit(functools.partial(forward_and_backward, backend))(arguments, cotangents)
-    check(problem, result)
+        arguments, cotangents = placed(here, problem.arguments(), problem.cotangents("float32", "float32"))
+        check(problem, quick_jit(functools.partial(forward_and_backward, backend))(arguments, cotangents))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_without_a_state_each_device_begins_from_zeros(kind):
-    problem, here = dataclasses.replace(problem_of("value", False), state=False), mesh(kind)
-    arguments = problem.arguments()
-    specs, outer = specs_of(arguments), (ROWS_AND_HEADS, SPECS["initial_state"])
-    with jax.set_mesh(here):
-        local = jax.shard_map(lambda arguments: gated_delta(**arguments), mesh=here, in_specs=(specs,), out_specs=outer)
-        out, final_state = quick_jit(local)(arguments)
-    wanted = expected(problem)
-    assert_close(
-        {"out": out, "final_state": final_state}, {name: wanted[name] for name in ("out", "final_state")}, problem
+    problem, here = problem_of("value", state=False), mesh(kind)
+    specs = dict.fromkeys(problem.arguments(), ROWS_AND_HEADS)
+    local = jax.shard_map(
+        lambda arguments: gated_delta(**arguments),
+        mesh=here,
+        in_specs=(specs,),
+        out_specs=(ROWS_AND_HEADS, SPECS["initial_state"]),
     )
+    with jax.set_mesh(here):
+        out, final_state = quick_jit(local)(placed(here, problem.arguments()))
+    actual, wanted = {"out": out, "final_state": final_state}, expected(problem)
+    assert_close(actual, {name: wanted[name] for name in actual}, problem)
 
 
 def test_sharded_arrays_keep_their_sharding():
-    problem, here = problem_of("value", False), mesh(AxisType.Explicit)
-    arguments = problem.arguments()
+    problem, here = problem_of("value"), mesh(AxisType.Explicit)
     with jax.set_mesh(here):
-        specs = specs_of(arguments)
-        put = {
-            name: jax.tree.map(lambda x: jax.device_put(x, NamedSharding(here, specs[name])), x)  # noqa: B023
-            for name, x in arguments.items()
-        }
-        out, state = jax.jit(gated_delta)(**put)
+        out, state = quick_jit(lambda arguments: gated_delta(**arguments))(placed(here, problem.arguments()))
     assert out.sharding.is_equivalent_to(NamedSharding(here, ROWS_AND_HEADS), out.ndim)
     assert state.sharding.is_equivalent_to(NamedSharding(here, SPECS["initial_state"]), state.ndim)
-    assert np.isfinite(out).all()
+    actual, wanted = {"out": out, "final_state": state}, expected(problem)
+    assert_close(actual, {name: wanted[name] for name in actual}, problem)
+
+
+@pytest.mark.parametrize("packing", ["slots", "offsets"])
+def test_explicitly_sharded_heads_have_a_state_per_document(packing):
+    batch = {"slots": 2, "offsets": 1}[packing]
+    documents = ((5, 16), (-2, 1, 18))[:batch]
+    problem = dataclasses.replace(problem_of("key"), batch=batch, documents=documents, packing=packing, slots=4)
+    here = mesh(AxisType.Explicit)
+    states = P(None, "heads") if packing == "offsets" else P(None, None, "heads")
+    specs = {"initial_state": states, "segment_ids": P(), "cu_seqlens": P()}
+    with jax.set_mesh(here):
+        arguments = problem.arguments()
+        static = {name: arguments.pop(name) for name in ("num_segments",) if name in arguments}
+        for name, x in arguments.items():
+            spec = specs.get(name, P(None, None, "heads"))
+            arguments[name] = jax.tree.map(lambda x: jax.device_put(x, NamedSharding(here, spec)), x)  # noqa: B023
+        out, state = quick_jit(lambda arguments: gated_delta(**arguments, **static))(arguments)
+    assert state.sharding.is_equivalent_to(NamedSharding(here, states), state.ndim)
+    actual, wanted = {"out": out, "final_state": state}, expected(problem)
+    assert_close(actual, {name: wanted[name] for name in actual}, problem)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_shapes_are_refused_over_a_mesh_too(kind):
+    here = mesh(kind)
+    with jax.set_mesh(here):
+        arguments = placed(here, problem_of("none").arguments())
+        with pytest.raises(ValueError, match="multiple of key_heads, but v has 6 and k has 4"):
+            keys = jax.device_put(np.zeros((2, 21, 4, 4), np.float32), NamedSharding(here, ROWS_AND_HEADS))
+            gated_delta(**{**arguments, "q": keys, "k": keys})

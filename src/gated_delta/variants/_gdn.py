@@ -66,7 +66,7 @@ def GDN(
     - `output_gate`: `"silu"`, `"sigmoid"` or `None`. Qwen's checkpoints: SiLU, `norm_eps=1e-6, norm_numerics="qwen"`.
 
     ??? cite "Reference"
-        Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464, equation 10.
+        Yang, Kautz and Hatamizadeh, *Gated Delta Networks*, 2024, arXiv:2412.06464.
     """
     sizes = choose_sizes(model, key_heads, value_heads, key_dim, value_dim)
     config = MixerConfig(
