@@ -13,13 +13,14 @@ in `--json`, and a peer that stands there with the same versions is not compiled
 import argparse
 import dataclasses
 import json
+import os
 import pathlib
 import subprocess
 import sys
 
 from rich.table import Table
 from tpu.report import CHIPS, schedule
-from tpu_schedule import COST_COLUMNS, console, cost_cells, new_table, parse_function, per_token
+from tpu_schedule import COST_COLUMNS, console, cost_cells, new_table, notes, parse_function, per_token
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results" / "tpu-schedule.json"
@@ -95,12 +96,11 @@ class Schedules:
         try:
             record = schedule(str(HERE / "tpu" / function), chip, keywords=keywords, python=self.python)
             # Of XLA's many small programs the sum is enough.
-            record["programs"] = [one for one in record["programs"] if one["kind"] == "pallas"]
-            record["function"] = function
-        except RuntimeError as error:
-            record = {"error": str(error)}
-            print(f"  {error}")
-        self.kept[key] = {"environment": self.versions, **record}
+            kept = [one for one in record["programs"] if one["kind"] in ("pallas", "SparseCore") or one["settled"]]
+        except (RuntimeError, ValueError) as error:
+            print(f"  {error}", flush=True)
+            return {"error": str(error)}
+        self.kept[key] = {"environment": self.versions, **record, "function": function, "programs": kept}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.kept, indent=1, sort_keys=True) + "\n")
         return self.kept[key]
@@ -130,31 +130,38 @@ def main():
     options = parser.parse_args()
     settings = {name: getattr(options, name) for name in ("time", "batch") if getattr(options, name)}
     python = options.python
+    os.environ["PYTHONPATH"] = str(HERE.parent / "src")  # ours need not be installed beside the peers
     if not pathlib.Path(python).exists():
         print(f"The peers are left out: there is no {python}.")
         python, options.no_peers = sys.executable, True
     schedules = Schedules(options.json, python, settings)
 
+    failed = False
     for chip in options.chip or ["tpu7x", "v6e"]:
         for backward in (False, True):
             pass_name = "forward + backward" if backward else "forward"
             title = f"{chip}, {pass_name}: by the compiler's schedule, one TensorCore"
             columns = ("implementation", "cycles per token and head:\nPallas + glue = all", "over ours", *COST_COLUMNS)
             table = new_table(title, *columns, left=("implementation",))
+            shown: list[tuple[str, dict]] = []
             for row in ROWS:
                 if options.only not in row.name:
                     continue
                 ours = schedules.get("ours.py", row.ours, chip, backward, again=True)
                 add(table, row.name, ours)
+                shown.append((row.name, ours))
                 peers = {} if options.no_peers or options.batch else row.peers | ({} if backward else row.layers)
                 for name, call in peers.items():
-                    add(table, f"  {name}", schedules.get("peers.py", call, chip, backward, options.again), ours)
-                for one in ours.get("programs", ()):
-                    for settled in one["settled"]:
-                        print(f"settled: {settled}")
+                    shown.append((name, schedules.get("peers.py", call, chip, backward, options.again)))
+                    add(table, f"  {name}", shown[-1][1], ours)
                 table.add_section()
             console().print(table)
+            for name, record in shown:
+                for note in notes(record) if "error" not in record else ():
+                    console().print(f"{name}: {note}", style="yellow", highlight=False, soft_wrap=True)
+                failed |= "error" in record
     print("versions:", ", ".join(f"{name} {version}" for name, version in schedules.versions.items()))
+    raise SystemExit(failed)
 
 
 if __name__ == "__main__":

@@ -116,6 +116,16 @@ def per_token(record: dict) -> str:
     return "" if None in parts else "{:.2f} + {:.2f} = {:.2f}".format(*parts)
 
 
+def notes(record: dict) -> list[str]:
+    """What has to be known beside the figures."""
+    found = [f"settled: {settled}" for one in record["programs"] for settled in one["settled"]]
+    copies = [one for one in record["programs"] if one["kind"] == "SparseCore"]
+    if copies:
+        moved = sum(one["hbm_read"] + one["hbm_written"] for one in copies)
+        found.append(f"{len(copies)} copies are left to SparseCores: {moved / 1e6:.1f} MB in the time, in no cycle")
+    return found
+
+
 def console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 230)
 
@@ -156,9 +166,8 @@ def main():
                 raise SystemExit(f"tpu_schedule: {names[i]} on {chip}: {error}") from None
             records.append(record)
             console().print(details(names[i], record))
-            for one in record["programs"]:
-                for settled in one["settled"]:
-                    console().print(f"settled: {settled}", style="yellow", highlight=False, soft_wrap=True)
+            for note in notes(record):
+                console().print(note, style="yellow", highlight=False, soft_wrap=True)
     ratio_to = None if options.ratio is None else names[options.ratio - 1]
     console().print(overview(records, names * len(options.chip or [1]), ratio_to))
     print("versions:", ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items()))

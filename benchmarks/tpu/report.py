@@ -139,18 +139,17 @@ def compiled(
     *,
     flags: Mapping[str, str] = {},
     python: str = sys.executable,
-    timeout: float = 1200,
+    timeout: float = 3600,
 ) -> dict:
     """Compiles `file.py:name(**keywords)` into `folder` with the interpreter `python`; what it recorded."""
     settings = dict(function=function, keywords=dict(keywords), chip=chip, folder=str(folder), flags=dict(flags))
     script = pathlib.Path(__file__).with_name("compile.py")
-    done = subprocess.run(
-        [python, str(script), json.dumps(settings)],
-        env={**os.environ, **libtpu_environment(folder)},
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+    command = [python, str(script), json.dumps(settings)]
+    environment = {**os.environ, **libtpu_environment(folder)}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"it did not compile within {timeout:.0f} s") from None
     if done.returncode:
         lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()]
         raise RuntimeError("it does not compile:\n" + "\n".join(lines[-25:]))
