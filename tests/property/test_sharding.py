@@ -152,6 +152,6 @@ def test_shapes_are_refused_over_a_mesh_too(kind):
     here = mesh(kind)
     with jax.set_mesh(here):
         arguments = placed(here, problem_of("none").arguments())
+        keys = jax.device_put(np.zeros((2, 21, 4, 4), np.float32), NamedSharding(here, ROWS_AND_HEADS))
         with pytest.raises(ValueError, match="multiple of key_heads, but v has 6 and k has 4"):
-            keys = jax.device_put(np.zeros((2, 21, 4, 4), np.float32), NamedSharding(here, ROWS_AND_HEADS))
             gated_delta(**{**arguments, "q": keys, "k": keys})
