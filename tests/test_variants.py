@@ -15,9 +15,11 @@ import gated_delta
 from gated_delta import (
     GDN,
     GDN2,
+    GLA,
     KDA,
     SLA,
     BoundedDecay,
+    DeltaNet,
     GatedDeltaMixer,
     MixerConfig,
     MixerState,
@@ -40,7 +42,7 @@ KEY = jax.random.key(0)
 # Compiles five times faster; the arithmetic is the same but for the order of some sums.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
 fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
-CONSTRUCTORS = [GDN, KDA, GDN2, SLA]
+CONSTRUCTORS = [GDN, KDA, GDN2, SLA, DeltaNet, GLA]
 
 
 def shape_of(constructor, *args, **options) -> GatedDeltaMixer:
@@ -73,7 +75,8 @@ def test_defaults_work_for_any_width(constructor, model):
     mixer = shape_of(constructor, model)
     assert runs(mixer)
     if constructor is not SLA:
-        assert mixer.config.key_dim == min(128, model) and mixer.config.key_heads == max(1, model // 128)
+        heads = max(1, model // (256 if constructor is GLA else 128))
+        assert mixer.config.key_dim == min(128, model) and mixer.config.key_heads == heads
 
 
 def test_systolic_presets_hold_states_of_one_size():
@@ -99,11 +102,18 @@ def test_parameters_have_the_shapes_of_the_published_layers():
     assert gdn2[".erase.project.weight"] == (16, 64) and gdn2[".write.project.weight"] == (64, 64)
     sla = shapes(shape_of(SLA, 64, group=4, key_heads=2, key_dim=8, value_dim=16))
     assert sla[".decay.A_log"] == (2,) and sla[".decay.dt_bias"] == (2, 4) and sla[".erase.project.weight"] == (2, 64)
+    delta_net = shapes(shape_of(DeltaNet, 64, key_heads=2, key_dim=8))
+    assert delta_net[".erase.project.weight"] == (2, 64) and delta_net[".v_conv.weight"] == (4, 16)
+    assert not [name for name in delta_net if "decay" in name or "out_gate" in name]
+    gla = shapes(shape_of(GLA, 64, key_heads=2, value_heads=4, key_dim=8))
+    assert gla[".decay.project.down.weight"] == (16, 64) and gla[".decay.dt_bias"] == (2, 8)  # per key head
+    assert gla[".v_proj.weight"] == (64, 64) and gla[".out_gate.project.weight"] == (64, 64)
+    assert not [name for name in gla if "erase" in name or "write" in name or "conv" in name]
 
 
 OPTIONS = [
     *((constructor, dict(conv_width=None)) for constructor in CONSTRUCTORS),
-    *((constructor, dict(decay_bound=-5)) for constructor in CONSTRUCTORS),
+    *((constructor, dict(decay_bound=-5)) for constructor in CONSTRUCTORS if constructor is not DeltaNet),
     (GDN, dict(conv_width=1, conv_bias=True)),
     (GDN, dict(doubled_beta=True, decay_bound=-2.5, has_rate=False, decay_rank=3)),
     (GDN, dict(output_gate=None, step_init="ones", norm_numerics="qwen", norm_eps=1e-6, init="normal")),
@@ -115,6 +125,9 @@ OPTIONS = [
     (SLA, dict(erase="channel", write="channel", decay_tiles=1)),
     (SLA, dict(write="head", decay_tiles=8, doubled_beta=True)),
     (SLA, dict(write="channel", decay_rank="value_dim", inverse="approx")),
+    (DeltaNet, dict(value_heads=4, doubled_beta=True, output_gate="silu", output_gate_rank="value_dim")),
+    (GLA, dict(value_heads=4, conv_width=4, decay_rank=None, step_init="ones", output_gate_bias=True)),
+    (GLA, dict(qkv_activation="silu", decay_bound=-5, has_rate=False, output_gate=None)),
 ]
 
 
@@ -134,8 +147,7 @@ def test_every_option_builds_a_layer_that_runs_and_its_config_rebuilds_it(constr
 def test_members_without_a_constructor_are_records_too():
     for variant in (
         Variant(decay="none", erase="none", write="one", tied=False),  # linear attention
-        Variant(decay="channel", decay_owner="key", erase="none", write="one", tied=False, qk_norm="none"),  # GLA
-        Variant(decay="none", scale=1.0),  # DeltaNet
+        Variant(decay="head", decay_owner="key", erase="none", write="one", tied=False),  # RetNet-like
         Variant(decay="head", erase="none", write="head", tied=False),  # Mamba-2-like
     ):
         assert runs(shape_of(GatedDeltaMixer, MixerConfig(variant, 8, 2, 4, 4, 4)))
@@ -205,6 +217,64 @@ def test_initial_matrices(init, limit):
     else:
         assert 0.9 * limit < np.abs(weight).max() <= limit
     assert np.any(linear.bias) == (init == "uniform")
+
+
+# ---- published layers in NumPy, token by token -----------------------------------------------------------------------
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def heads_of(linear, x, heads):
+    return (x @ np.asarray(linear.weight, np.float64).T).reshape(len(x), heads, -1)
+
+
+def rms_norm(x):
+    return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 1e-5)
+
+
+def unit(x):
+    return x / np.sqrt(np.sum(x**2, axis=-1, keepdims=True) + 1e-6)
+
+
+def run_published(name, mixer, x):
+    """`x` `[time, 8]` through the layer as its paper writes it, two heads of 4 channels."""
+    q, k, v = (heads_of(linear, x, 2) for linear in (mixer.q_proj, mixer.k_proj, mixer.v_proj))
+    if name == "delta_net":
+        q, k, v = (a * sigmoid(a) for a in (q, k, v))
+        q, k, beta = unit(q), unit(k), sigmoid(heads_of(mixer.erase.project, x, 2))
+    else:
+        low = x @ np.asarray(mixer.decay.project.down.weight, np.float64).T
+        z = -heads_of(mixer.decay.project.up, low, 2) - np.asarray(mixer.decay.dt_bias, np.float64)
+        forget = sigmoid(z) ** (1 / 16)
+    out, state = np.zeros(v.shape), np.zeros((2, 4, v.shape[-1]))
+    for t in range(len(x)):
+        for head in range(2):
+            if name == "delta_net":
+                old = state[head].T @ k[t, head]
+                state[head] += beta[t, head] * np.outer(k[t, head], v[t, head] - old)
+            else:
+                state[head] = forget[t, head][:, None] * state[head] + np.outer(k[t, head], v[t, head])
+            out[t, head] = state[head].T @ q[t, head] / 2
+    out = rms_norm(out)
+    if name == "gla":
+        gate = heads_of(mixer.out_gate.project, x, 2)
+        out = out * gate * sigmoid(gate)
+    return out.reshape(len(x), -1) @ np.asarray(mixer.o_proj.weight, np.float64).T
+
+
+@pytest.mark.parametrize(
+    "name, constructor",
+    [("delta_net", functools.partial(DeltaNet, conv_width=None)), ("gla", GLA)],
+    ids=["delta_net", "gla"],
+)
+def test_layers_without_decay_or_erase_are_those_of_their_papers(name, constructor):
+    x = np.random.default_rng(0).standard_normal((19, 8)).astype(np.float32)
+    mixer = fast_jit(lambda key: constructor(8, key_heads=2, key_dim=4, key=key))(KEY)
+    out, _ = fast_jit(lambda mixer, x: mixer(x))(mixer, x)
+    expected = run_published(name, mixer, x.astype(np.float64))
+    assert np.sqrt(np.mean((out - expected) ** 2)) <= 1e-5 * np.sqrt(np.mean(expected**2))
 
 
 # ---- gate arithmetic -------------------------------------------------------------------------------------------------
@@ -419,7 +489,8 @@ REFUSED = [
     (lambda: config_with(output_gate="tanh"), r"`MixerConfig\(output_gate='tanh'\)` is not known: use one of 'silu'"),
     (lambda: config_with(norm_numerics="fast"), r"`MixerConfig\(norm_numerics='fast'\)` is not known"),
     (lambda: config_with(init="zeros"), r"`MixerConfig\(init='zeros'\)` is not known"),
-    (lambda: config_with(step_init="zeros"), r"`MixerConfig\(step_init='zeros'\)` is not known"),
+    (lambda: config_with(step_init="twos"), r"`MixerConfig\(step_init='twos'\)` is not known"),
+    (lambda: config_with(qkv_activation="relu"), r"`MixerConfig\(qkv_activation='relu'\)` is not known"),
     (lambda: config_with(norm_eps=0), r"`norm_eps=0.0` must be above 0"),
     (lambda: GDN(8, decay_rank="half", key=KEY), r"A rank of 'half' is not known: use a number, 'value_dim', or None"),
     (lambda: GDN(8, key_heads=2, value_heads=3, key=KEY), r"value_heads to be a multiple of key_heads"),
@@ -556,6 +627,8 @@ def test_names_of_the_layers_are_public():
         "GDN2",
         "SLA",
         "SystolicLinearAttention",
+        "DeltaNet",
+        "GLA",
         "GatedDeltaMixer",
         "MixerConfig",
         "MixerState",

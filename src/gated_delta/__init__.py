@@ -23,8 +23,10 @@ from ._variant import MixerConfig as MixerConfig
 from ._variant import Variant as Variant
 from .variants import GDN as GDN
 from .variants import GDN2 as GDN2
+from .variants import GLA as GLA
 from .variants import KDA as KDA
 from .variants import SLA as SLA
+from .variants import DeltaNet as DeltaNet
 from .variants import SystolicLinearAttention as SystolicLinearAttention
 from .variants import sla_r1 as sla_r1
 from .variants import sla_r2 as sla_r2

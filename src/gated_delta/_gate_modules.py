@@ -163,7 +163,7 @@ def _draw_rates(key, heads, rates):
 
 
 def _draw_steps(key, shape, step_init):
-    if step_init == "ones":
-        return jnp.ones(shape)
+    if step_init != "log_uniform":
+        return {"ones": jnp.ones, "zeros": jnp.zeros}[step_init](shape)
     low, high = jnp.log(1e-3), jnp.log(0.1)
     return inverse_softplus(jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high)))

@@ -60,8 +60,8 @@ class GatedDeltaMixer(eqx.Module):
 
     Queries, keys and values are projected from x, each through a short causal convolution and SiLU; queries and keys
     get unit length per head; the gated delta rule runs; every value head is normalised and multiplied by the activated
-    output gate; all are projected back. `GDN`, `KDA`, `GDN2` and `SystolicLinearAttention` build the published members,
-    and `GatedDeltaMixer(config, key=key)` any `MixerConfig`.
+    output gate; all are projected back. `GDN`, `KDA`, `GDN2`, `SystolicLinearAttention`, `DeltaNet` and `GLA` build the
+    published members, and `GatedDeltaMixer(config, key=key)` any `MixerConfig`.
 
     Products are computed in the dtype of `x`, to which weights are cast, with sums, gates, norms and states in float32
     (float64 where x is). `out` has the dtype of `x`.
@@ -271,11 +271,12 @@ class GatedDeltaMixer(eqx.Module):
         return (out[0], final[0]) if single else (out, final)
 
     def _convolve(self, conv, x, window, documents):
-        """Convolution, if any, and SiLU, in the accumulation dtype; and the new window."""
+        """Convolution and activation, if any, in the accumulation dtype; and the new window."""
         if conv is None:
-            return jax.nn.silu(x.astype(accumulation_dtype(x.dtype))), None
-        out, window = conv(x, window, documents)
-        return jax.nn.silu(out), window
+            out, window = x.astype(accumulation_dtype(x.dtype)), None
+        else:
+            out, window = conv(x, window, documents)
+        return jax.nn.silu(out) if self.config.qkv_activation == "silu" else out, window
 
     def _gates(self, x) -> Gates:
         variant = self.config.variant

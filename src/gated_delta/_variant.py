@@ -9,7 +9,8 @@ from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity,
 
 QKNorm: TypeAlias = Literal["l2", "none"]
 Initialisation: TypeAlias = Literal["uniform", "normal", "xavier"]
-StepInitialisation: TypeAlias = Literal["log_uniform", "ones"]
+StepInitialisation: TypeAlias = Literal["log_uniform", "ones", "zeros"]
+QKVActivation: TypeAlias = Literal["silu", "none"]
 Number: TypeAlias = float | int
 Rank: TypeAlias = int | Literal["value_dim"] | None
 
@@ -87,12 +88,14 @@ class MixerConfig:
     - `variant`: the rule.
     - `model`: size of the layer's inputs and outputs.
     - `key_heads`, `value_heads`, `key_dim`, `value_dim`: `key_heads` divides `value_heads`.
-    - `conv_width`: taps of the short convolutions of q, k and v; `None` for none. SiLU follows in either case.
+    - `conv_width`: taps of the short convolutions of q, k and v; `None` for none.
     - `conv_bias`: whether the convolutions have a bias.
+    - `qkv_activation`: what follows the convolutions (or, without them, the projections): `"silu"` or `"none"`.
     - `decay_rank`: rank of the decay's input, or `None` for one full matrix.
     - `has_rate`: whether the decay has `A_log`. Only a bounded decay can do without.
     - `decay_rates`: `exp(A_log)` begins uniformly distributed between these two.
-    - `step_init`: how `dt_bias` begins: `"log_uniform"`, the inverse softplus of `[0.001, 0.1]`, or `"ones"`.
+    - `step_init`: how `dt_bias` begins: `"log_uniform"`, the inverse softplus of `[0.001, 0.1]`, `"ones"` or
+        `"zeros"`.
     - `output_gate`: `"silu"`, `"sigmoid"` or `None`: what multiplies the normalised output.
     - `output_gate_rank`: rank of the output gate's input, or `None` for one full matrix.
     - `output_gate_bias`: whether the output gate's (second) matrix has a bias.
@@ -111,6 +114,7 @@ class MixerConfig:
     value_dim: int
     conv_width: int | None = 4
     conv_bias: bool = False
+    qkv_activation: QKVActivation = "silu"
     decay_rank: int | None = None
     has_rate: bool = True
     decay_rates: tuple[float, float] = (1.0, 16.0)
@@ -161,6 +165,7 @@ class MixerConfig:
             ("norm_numerics", NormNumerics),
             ("init", Initialisation),
             ("step_init", StepInitialisation),
+            ("qkv_activation", QKVActivation),
         ):
             _check_word("MixerConfig", name, getattr(self, name), allowed)
         if not self.norm_eps > 0:
@@ -238,24 +243,31 @@ def choose_rank(rank: Rank, value_dim: int) -> int | None:
 
 
 @no_type_check
-def choose_rates(rates: Any, bound: Number | None, low: float) -> Any:
-    """Where `exp(A_log)` begins: as given, or at 1 for a bounded decay, or within `(low, 16)`."""
+def choose_rates(rates: Any, bound: Number | None, low: float, high: float = 16.0) -> Any:
+    """Where `exp(A_log)` begins: as given, or at 1 for a bounded decay, or within `(low, high)`."""
     if rates is not None:
         return rates
-    return (low, 16.0) if bound is None else (1.0, 1.0)
+    return (low, high) if bound is None else (1.0, 1.0)
 
 
 @no_type_check
 def choose_sizes(
-    model: int, key_heads: int | None, value_heads: int | None, key_dim: int | None, value_dim: int | None
+    model: int,
+    key_heads: int | None,
+    value_heads: int | None,
+    key_dim: int | None,
+    value_dim: int | None,
+    *,
+    expansion: int = 1,
 ) -> dict[str, int]:
-    """Heads of 128 (or of `model`, where that is smaller), as many as make the keys as wide as the model; no groups."""
+    """Keys of 128 (or of `model`, where that is smaller), values `expansion` times as wide, and no groups: as many
+    heads as make such values as wide as the model."""
     _check_size("model", model)
     key_dim = min(128, model) if key_dim is None else key_dim
     _check_size("key_dim", key_dim)
-    key_heads = max(1, model // key_dim) if key_heads is None else key_heads
+    key_heads = max(1, model // (expansion * key_dim)) if key_heads is None else key_heads
     value_heads = key_heads if value_heads is None else value_heads
-    value_dim = key_dim if value_dim is None else value_dim
+    value_dim = expansion * key_dim if value_dim is None else value_dim
     return dict(model=model, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_delta import GDN, GDN2, KDA, SLA, Chunked, Recurrent
+from gated_delta import GDN, GDN2, GLA, KDA, SLA, Chunked, Recurrent
 from gated_delta.testing import segment_ids
 
 MODEL, BATCH, TIME = 12, 2, 21
@@ -20,6 +20,7 @@ MAKERS = {
     "kda": functools.partial(KDA, MODEL, key_heads=2, key_dim=4, value_dim=3, decay_bound=-5, has_rate=False),
     "gdn2": functools.partial(GDN2, MODEL, key_heads=2, value_heads=4, key_dim=4, value_dim=3, conv_bias=True),
     "sla": functools.partial(SLA, MODEL, group=2, key_heads=2, key_dim=4, value_dim=3, conv_width=None),
+    "gla": functools.partial(GLA, MODEL, key_heads=2, value_heads=4, key_dim=4, value_dim=3),
 }
 # Compiles five times faster; the arithmetic is the same but for the order of some sums.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}

@@ -141,6 +141,24 @@ def test_an_absent_gate_is_the_number_it_stands_for(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_delta_net_is_kda_that_never_decays(backend):
+    arguments = KDA.arguments()
+    beta, decay = arguments["gates"].erase, 0 * arguments["gates"].log_decay
+    kda, delta_net = (results(backend, with_gates(arguments, Gates.tied(beta, d)), COTANGENTS) for d in (decay, None))
+    agree(backend, KDA, {name: kda[name] for name in delta_net}, delta_net)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_gla_is_gdn2_that_never_erases_and_writes_with_one(backend):
+    problem = dataclasses.replace(BASE, gates=RandomGates("channel", erase="channel", write="channel", owner="key"))
+    arguments = problem.arguments()
+    gates = arguments["gates"]
+    gates = Gates(gates.log_decay, 0 * gates.erase, 0 * gates.write + 1)
+    gdn2, gla = (results(backend, with_gates(arguments, g), COTANGENTS) for g in (gates, Gates(gates.log_decay)))
+    agree(backend, problem, {name: gdn2[name] for name in gla}, gla)
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_no_state_no_scale_and_negative_zero_are_their_defaults(backend):
     problem = dataclasses.replace(KDA, state=False)
     arguments = problem.arguments()

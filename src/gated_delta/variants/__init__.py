@@ -1,9 +1,13 @@
 """The published members of the family: each a record, a constructor, its equation and where it comes from."""
 
+from ._delta_net import DeltaNet as DeltaNet
+from ._delta_net import delta_net as delta_net
 from ._gdn import GDN as GDN
 from ._gdn import gdn as gdn
 from ._gdn2 import GDN2 as GDN2
 from ._gdn2 import gdn2 as gdn2
+from ._gla import GLA as GLA
+from ._gla import gla as gla
 from ._kda import KDA as KDA
 from ._kda import kda as kda
 from ._sla import SLA as SLA
