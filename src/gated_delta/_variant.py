@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from ._activations import Activation, NormNumerics
 from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity, no_type_check
@@ -234,6 +234,16 @@ def _check_size(name: str, value):
         raise ValueError(f"`{name}={value}` must be at least 1.")
 
 
+class Sizes(TypedDict):
+    """The sizes of a `MixerConfig`."""
+
+    model: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+
+
 @no_type_check
 def choose_rank(rank: Rank, value_dim: int) -> int | None:
     """The rank of a constructor's argument: `"value_dim"` is that size, `None` full rank."""
@@ -259,7 +269,7 @@ def choose_sizes(
     value_dim: int | None,
     *,
     expansion: int = 1,
-) -> dict[str, int]:
+) -> Sizes:
     """Keys of 128 (or of `model`, where that is smaller), values `expansion` times as wide, and no groups: as many
     heads as make such values as wide as the model."""
     _check_size("model", model)
@@ -268,13 +278,13 @@ def choose_sizes(
     key_heads = max(1, model // (expansion * key_dim)) if key_heads is None else key_heads
     value_heads = key_heads if value_heads is None else value_heads
     value_dim = expansion * key_dim if value_dim is None else value_dim
-    return dict(model=model, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
+    return Sizes(model=model, key_heads=key_heads, value_heads=value_heads, key_dim=key_dim, value_dim=value_dim)
 
 
 @no_type_check
 def choose_group_sizes(
     model: int, group: int, tiles: int, key_heads: int | None, key_dim: int | None, value_dim: int | None
-) -> dict[str, int]:
+) -> Sizes:
     """Keys of 256, values of 128 (less in a small model), and groups for a state of 128 * model numbers."""
     for name, value in (("model", model), ("group", group), ("decay_tiles", tiles)):
         _check_size(name, value)
@@ -284,4 +294,4 @@ def choose_group_sizes(
     _check_size("value_dim", value_dim)
     key_heads = max(1, round(128 * model / (key_dim * value_dim * group))) if key_heads is None else key_heads
     _check_size("key_heads", key_heads)
-    return dict(model=model, key_heads=key_heads, value_heads=group * key_heads, key_dim=key_dim, value_dim=value_dim)
+    return Sizes(model=model, key_heads=key_heads, value_heads=group * key_heads, key_dim=key_dim, value_dim=value_dim)
