@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo test test-thorough test-slow test-smoke lint types dist bench hooks clean
+.PHONY: help demo recall test test-thorough test-slow test-smoke lint types dist bench hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -23,6 +23,10 @@ help: ## list the targets
 demo: ## train a small hybrid language model on real text, about 4 minutes on 2 cores
 	$(install) examples
 	@$(python) examples/language_model.py $(ARGS)
+
+recall: ## train every variant on associative recall, with and without its erase gate, about 2 minutes on 2 cores
+	$(install) examples
+	@$(python) examples/recall.py $(ARGS)
 
 test: ## run the tests, at most 12 minutes on 2 cores
 	$(install) test
