@@ -1,15 +1,25 @@
 """A toolkit for testing backends and variants: problems to draw, what they should give, and one tolerance."""
 
-from ._compare import Results as Results
+from ._capabilities import MEMBERS as MEMBERS
+from ._capabilities import Capabilities as Capabilities
 from ._compare import assert_close as assert_close
 from ._compare import backends as backends
 from ._compare import budget as budget
 from ._compare import expected as expected
 from ._compare import pullback as pullback
-from ._compare import quick_jit as quick_jit
 from ._compare import relative_error as relative_error
 from ._compare import results as results
 from ._compare import why_not as why_not
+from ._conformance import ConformanceError as ConformanceError
+from ._conformance import ask as ask
+from ._conformance import check_backend as check_backend
+from ._conformance import check_law as check_law
+from ._conformance import conformance_suite as conformance_suite
+from ._implementations import Implementation as Implementation
+from ._implementations import fla_style as fla_style
+from ._implementations import implementation as implementation
+from ._implementations import plain as plain
+from ._implementations import tokamax_style as tokamax_style
 from ._program import equations as equations
 from ._random import DECAY_FAMILIES as DECAY_FAMILIES
 from ._random import KEY_FAMILIES as KEY_FAMILIES
@@ -17,6 +27,10 @@ from ._random import STRENGTH_FAMILIES as STRENGTH_FAMILIES
 from ._random import RandomGates as RandomGates
 from ._random import RandomKeys as RandomKeys
 from ._random import RandomProblem as RandomProblem
+from ._report import Outcome as Outcome
+from ._report import Report as Report
+from ._run import Results as Results
+from ._run import quick_jit as quick_jit
 from ._strategies import LAYOUTS as LAYOUTS
 from ._strategies import PACKED_LAYOUTS as PACKED_LAYOUTS
 from ._strategies import gates as gates
@@ -24,3 +38,5 @@ from ._strategies import keys as keys
 from ._strategies import lengths as lengths
 from ._strategies import problems as problems
 from ._strategies import segment_ids as segment_ids
+from .laws import LAWS as LAWS
+from .laws import Law as Law

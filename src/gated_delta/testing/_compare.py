@@ -16,10 +16,8 @@ from gated_delta._op import explain, gated_delta
 from gated_delta._recurrent import Recurrent
 from gated_delta._types import operand_dtype
 
-from ._random import RandomProblem, enough_bits
-
-Results = dict[str, np.ndarray]
-"""Arrays by name: `out`, `final_state`, and `d_x` for the gradient of each argument x that was given."""
+from ._random import RandomProblem
+from ._run import Results, bits_for, differentiated
 
 OUTLIER = 50
 """No element may be off by more than this many budgets of the largest expected magnitude of its array."""
@@ -39,7 +37,7 @@ def backends() -> tuple[AbstractBackend, ...]:
 def why_not(backend: AbstractBackend, problem: RandomProblem) -> str | None:
     """Why `backend` cannot run `problem`, or `None` if it can."""
     arguments = problem.arguments()
-    with _enough_bits(arguments):
+    with bits_for(arguments):
         explain(**arguments)
         try:
             explain(**arguments, backend=backend)
@@ -57,38 +55,17 @@ def pullback(backend: AbstractBackend | None, problem: RandomProblem) -> Results
     Compiled once for all problems of the same shapes and promises. `backend` as in `gated_delta`.
     """
     arguments = problem.arguments()
-    return results(backend, arguments, problem.cotangents(arguments["v"].dtype, _state_dtype(problem)))
+    return results(backend, arguments, problem.cotangents(arguments["v"].dtype, state_dtype(problem)))
 
 
 def results(backend: AbstractBackend | None, arguments: Mapping[str, Any], cotangents: tuple[Any, Any]) -> Results:
     """`pullback` for any arguments of `gated_delta`, and cotangents of its two results."""
-    traced = {name: x for name, x in arguments.items() if hasattr(x, "shape") and name in _INPUTS}
-    other = {name: x for name, x in arguments.items() if hasattr(x, "shape") and name not in _INPUTS}
-    static = tuple((name, x) for name, x in arguments.items() if name not in (*traced, *other, "gates"))
-    with _enough_bits(arguments):
-        out, gradients = _compiled(backend, static)(traced, arguments["gates"], other, cotangents)
-    return {name: np.asarray(x) for name, x in {**out, **gradients}.items()}
+    return _runner(backend)(arguments, cotangents)
 
 
 @functools.cache
-def _compiled(backend: AbstractBackend | None, static: tuple):
-    def run(arrays, gates, other, cotangents):
-        def call(arrays, gates):
-            return gated_delta(**arrays, gates=gates, **other, **dict(static), backend=backend)
-
-        (out, final_state), pull = jax.vjp(call, arrays, gates)
-        d_arrays, d_gates = pull(cotangents)
-        d_gates = {name: getattr(d_gates, name) for name in ("log_decay", "erase", "write")}
-        gradients = {f"d_{name}": x for name, x in (d_arrays | d_gates).items() if x is not None}
-        return {"out": out, "final_state": final_state}, gradients
-
-    return quick_jit(run)
-
-
-def quick_jit(function):
-    """`jax.jit` with little optimisation on a CPU, so that small test problems compile 3 to 8 times faster."""
-    options = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-    return jax.jit(function, compiler_options=options if jax.default_backend() == "cpu" else None)
+def _runner(backend: AbstractBackend | None):
+    return differentiated(functools.partial(gated_delta, backend=backend))
 
 
 def expected(problem: RandomProblem) -> Results:
@@ -104,7 +81,7 @@ def expected(problem: RandomProblem) -> Results:
 def _expected(problem: RandomProblem) -> Results:
     arguments = problem.arguments()
     gates = arguments["gates"]
-    dtypes = arguments["v"].dtype, _state_dtype(problem)
+    dtypes = arguments["v"].dtype, state_dtype(problem)
     given = {name: arguments.get(name, getattr(gates, name, None)) for name in _INPUTS}
     narrow = {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in given.items()}
     d_out, d_final = (x.astype(np.float64) for x in problem.cotangents(*dtypes))
@@ -114,8 +91,7 @@ def _expected(problem: RandomProblem) -> Results:
 
     # a batch of [documents * value_heads] sequences with one head each, padded to few different sizes by doing nothing
     heads, length = problem.value_heads, max([len(document.positions) for document in documents], default=0)
-    rows = 1 << max(len(documents) * heads - 1, 0).bit_length()
-    time = 1 << max(length - 1, 0).bit_length()
+    rows, time = _rounded_up(len(documents) * heads, _ROWS), _rounded_up(length, _TIMES)
     key_dim, value_dim = (-(-n // 8) * 8 for n in (problem.key_dim, problem.value_dim))
     dims = {"q": key_dim, "k": key_dim, "log_decay": key_dim, "erase": key_dim}
     batch = {name: np.zeros((rows, time, 1, dims.get(name, value_dim))) for name in wide}
@@ -131,7 +107,7 @@ def _expected(problem: RandomProblem) -> Results:
     scale = problem.key_dim**-0.5 if problem.scale is None else problem.scale
     with jax.enable_x64(True):
         q, k, v, *gate_arrays = (batch[name] for name in _INPUTS[:-1])
-        arguments = {"q": q, "k": k, "v": v, "initial_state": begin, "scale": scale}
+        arguments = {"q": q, "k": k, "v": v, "initial_state": begin, "scale": np.float64(scale)}
         arguments["gates"] = Gates(*gate_arrays, erase_max=2.0)
     computed = results(Recurrent(), arguments, (d_read, end))
 
@@ -148,6 +124,21 @@ def _expected(problem: RandomProblem) -> Results:
     wanted = {"out": read.pop("out"), "final_state": final}
     gradients = _narrow(problem, {**read, "initial_state": d_entry}, narrow)
     return wanted | {f"d_{name}": x for name, x in gradients.items()}
+
+
+_ROWS, _TIMES = (4, 16, 64, 256), (8, 40, 72, 136)
+"""Sizes that the recurrence is compiled for; what is longer is rounded up to a power of two."""
+
+
+def _rounded_up(n: int, sizes: tuple[int, ...]) -> int:
+    return next((size for size in sizes if size >= n), 1 << max(n - 1, 0).bit_length())
+
+
+def widened(problem: RandomProblem) -> Results:
+    """The arrays of a problem in float64 for each value head and at full width, an absent one as what it stands for."""
+    arguments = problem.arguments()
+    given = {name: arguments.get(name, getattr(arguments["gates"], name, None)) for name in _INPUTS}
+    return _widen(problem, {name: None if x is None else np.asarray(x).astype(np.float64) for name, x in given.items()})
 
 
 class _Document(NamedTuple):
@@ -333,9 +324,5 @@ def _operands(problem: RandomProblem):
     return operand_dtype(problem.dtype, problem.dtype, problem.value_dtype or problem.dtype)
 
 
-def _state_dtype(problem: RandomProblem):
+def state_dtype(problem: RandomProblem):
     return jnp.float64 if _operands(problem) == jnp.float64 else jnp.float32
-
-
-def _enough_bits(arguments: Mapping[str, Any]):
-    return enough_bits(*(x.dtype for x in jax.tree.leaves(dict(arguments)) if hasattr(x, "dtype")))

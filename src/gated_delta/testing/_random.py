@@ -37,7 +37,7 @@ STRENGTH_FAMILIES = ("uniform", "zero", "one", "max", "binary", "mixed")
 Packing = Literal["ids", "slots", "offsets"]
 
 
-class _Readable:
+class Readable:
     """Prints as the call that rebuilds it, without the fields that have their default."""
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ def _check_word(record: str, name: str, word: str, words: tuple[str, ...]):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomKeys(_Readable):
+class RandomKeys(Readable):
     """Unit keys of one of the `KEY_FAMILIES`.
 
     `build(rng, batch, time, heads, key_dim)` makes them, float64.
@@ -91,7 +91,7 @@ class RandomKeys(_Readable):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomGates(_Readable):
+class RandomGates(Readable):
     """Gates of one granularity, owner and tie, with values of the named families.
 
     `owner` says whose heads decay and erase have, `write_owner` whose heads write has. `arrays(rng, ...)` makes float64
@@ -154,7 +154,7 @@ class RandomGates(_Readable):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class RandomProblem(_Readable):
+class RandomProblem(Readable):
     """A call of `gated_delta`: sizes, words for what its arrays hold, and the seed they are drawn from.
 
     `arguments()` are the keyword arguments of `gated_delta`, as NumPy arrays; `cotangents()` are random ones for its
@@ -205,6 +205,15 @@ class RandomProblem(_Readable):
     @property
     def value_heads(self) -> int:
         return self.key_heads * self.group
+
+    @property
+    def shapes(self) -> "RandomProblem":
+        """The problem that stands for all of the same shapes, dtypes and promises: with default values."""
+        documents = self.documents
+        if documents is not None:
+            documents = tuple((0,) * (len(row) if self.packing == "offsets" else 0) for row in documents)
+        gates = dataclasses.replace(self.gates, log_decays="mild", strengths="uniform")
+        return dataclasses.replace(self, seed=0, keys=RandomKeys(), gates=gates, documents=documents)
 
     @property
     def state_shape(self) -> tuple[int, ...]:

@@ -1,0 +1,230 @@
+"""What an implementation offers, as a record: it limits what is asked, and what it leaves out is reported."""
+
+import dataclasses
+import inspect
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from gated_delta._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity
+from gated_delta._variant import Variant
+
+from ._random import DECAY_FAMILIES, Packing, RandomGates, RandomProblem, Readable
+from ._strategies import LAYOUTS, PACKED_LAYOUTS
+
+_SMALLEST = {"zero": 0, "tiny": 1e-6, "mild": 0.2, "bounded": 5, "strong": 30, "one_fast": 60, "huge": 1e4, "vast": 1e9}
+_SIZES = (1, 2, 4, 5, 11, 12)  # of `LAYOUTS`, lent to an implementation whose gates few layouts have
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Capabilities(Readable):
+    """What an implementation takes and returns. The default is everything that `gated_delta` does.
+
+    - `decay`, `erase`, `write`, `owner`, `write_owner`, `tied`: the granularities, owners and ties of gates it takes,
+        in the words of `RandomGates`.
+    - `dtypes`: of queries, keys and values; the first is what most laws use.
+    - `key_dims`, `value_dims`: the only sizes it takes, or `None` for any. `time_multiple`: what time must divide by.
+    - `grouped`: more value heads than key heads.
+    - `packing`: the ways to give packed documents: `"ids"`, `"slots"`, `"offsets"`. `padding`: negative ids.
+    - `state`, `final_state`: whether it takes initial states and returns final ones.
+    - `scale`: whether it takes a scale; without, queries are multiplied by `key_dim ** -0.5`.
+    - `gradients`: whether it has them: for every array it is given.
+    - `max_decay`: the largest `-log_decay` of one token, in nats; infinite for a full forget.
+    - `erase_max`: 1, or 2 for a doubled beta.
+    - `contains`: whether a NaN or an overflow stays within its own document.
+    - `refuses`: whether input that fits no definition raises.
+    """
+
+    decay: tuple[DecayGranularity, ...] = ("none", "head", "tile", "channel")
+    erase: tuple[EraseGranularity, ...] = ("none", "head", "channel")
+    write: tuple[WriteGranularity, ...] = ("one", "head", "channel")
+    owner: tuple[Owner, ...] = ("key", "value")
+    write_owner: tuple[Owner, ...] = ("value", "key")
+    tied: tuple[bool, ...] = (False, True)
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16", "float64")
+    key_dims: tuple[int, ...] | None = None
+    value_dims: tuple[int, ...] | None = None
+    time_multiple: int = 1
+    grouped: bool = True
+    packing: tuple[Packing, ...] = ("ids", "slots", "offsets")
+    padding: bool = True
+    state: bool = True
+    final_state: bool = True
+    scale: bool = True
+    gradients: bool = True
+    max_decay: float = float("inf")
+    erase_max: float = 2.0
+    contains: bool = True
+    refuses: bool = True
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, tuple):
+                if isinstance(value, str) or not isinstance(value, (tuple, list)):
+                    raise TypeError(
+                        f"`Capabilities({field.name}={value!r})` must be a tuple of some of {field.default}."
+                    )
+                unknown = [word for word in value if word not in field.default]
+                if unknown or (not value and field.name != "packing"):
+                    known = ", ".join(map(str, field.default))
+                    raise ValueError(f"`Capabilities({field.name}={tuple(value)})` must be some of {known}.")
+                object.__setattr__(self, field.name, tuple(value))
+
+    @classmethod
+    def of(cls, *variants: Variant, **others: Any) -> "Capabilities":
+        """Only the gates of these variants; `others` are further fields.
+
+        Owners are those of the variants: a key-owned gate and a value-owned one have one shape without groups.
+        """
+        if not variants:
+            raise ValueError("`Capabilities.of` needs at least one `Variant`, such as `gated_delta.variants.kda`.")
+        gates = [gates_of(variant) for variant in variants]
+        words = ("decay", "erase", "write", "owner", "tied")
+        given = {name: tuple(dict.fromkeys(getattr(gate, name) for gate in gates)) for name in words}
+        return cls(**{**given, "erase_max": max(gate.erase_max for gate in gates), **others})
+
+    @classmethod
+    def from_signature(cls, function: Callable, **others: Any) -> "Capabilities":
+        """What the parameters of a plain function say: see `plain`."""
+        names = set(inspect.signature(function).parameters)
+        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+            names |= {
+                "log_decay",
+                "erase",
+                "write",
+                "beta",
+                "initial_state",
+                "segment_ids",
+                "num_segments",
+                "cu_seqlens",
+            }
+            names |= {"scale"}
+        ways = {"ids": {"segment_ids"}, "slots": {"segment_ids", "num_segments"}, "offsets": {"cu_seqlens"}}
+        ties = ((False,) if names & {"erase", "write"} else ()) + ((True,) if "beta" in names else ())
+        said: dict[str, Any] = {
+            "decay": ("none", "head", "tile", "channel") if "log_decay" in names else ("none",),
+            "erase": ("none", "head", "channel") if "erase" in names else ("head",) if "beta" in names else ("none",),
+            "write": ("one", "head", "channel") if "write" in names else ("one",),
+            "tied": ties or (False,),
+            "packing": tuple(way for way, needed in ways.items() if needed <= names),
+            "state": "initial_state" in names,
+            "scale": "scale" in names,
+        }
+        return cls(**{**said, **others})
+
+    # ---- what may be asked
+
+    def takes(self, gates: RandomGates) -> bool:
+        """Whether gates of this granularity, owner and tie may be asked for."""
+        words = ("decay", "erase", "tied") + (() if gates.tied else ("write",))
+        if not all(getattr(gates, name) in getattr(self, name) for name in words):
+            return False
+        owned = gates.decay != "none" or gates.erase != "none"
+        writes = gates.write != "one" and not gates.tied
+        return (not owned or gates.owner in self.owner) and (not writes or gates.write_owner in self.write_owner)
+
+    def why_not(self, problem: RandomProblem) -> str | None:
+        """Why this problem is not asked for, or `None`."""
+        checks = {
+            f"gates of {problem.gates!r}": self.takes(problem.gates),
+            f"dtype {problem.dtype}": problem.dtype in self.dtypes,
+            f"key_dim {problem.key_dim}": self.key_dims is None or problem.key_dim in self.key_dims,
+            f"value_dim {problem.value_dim}": self.value_dims is None or problem.value_dim in self.value_dims,
+            f"time {problem.time}": problem.time % self.time_multiple == 0,
+            "grouped heads": problem.group == 1 or self.grouped,
+            "an initial state": not problem.state or self.state,
+            "a scale": problem.scale is None or self.scale,
+            f"packing by {problem.packing}": problem.documents is None or problem.packing in self.packing,
+            f"erase up to {problem.gates.erase_max:g}": problem.gates.erase_max <= self.erase_max,
+            f"log decays that are {problem.gates.log_decays}": self._reaches(problem.gates.log_decays),
+        }
+        return next((f"{what} is not offered" for what, offered in checks.items() if not offered), None)
+
+    def gates(self) -> tuple[RandomGates, ...]:
+        """One of every kind of gates it takes, those of the named members of the family first."""
+        found = [gates for gates in MEMBERS.values() if self.takes(gates)]
+        if not found:
+            words = itertools.product(self.decay, self.erase, self.write, self.owner, self.tied)
+            for decay, erase, write, owner, tied in words:
+                if tied and erase != "head":
+                    continue
+                gates = RandomGates(decay, 2, erase, "one" if tied else write, owner, self.write_owner[0], tied)
+                found += [gates] if self.takes(gates) else []
+        return tuple(dict.fromkeys(found))
+
+    def layouts(self) -> tuple[RandomProblem, ...]:
+        """The pool of problems to draw from: few, as each shape compiles. Packed ones come last."""
+        fitted = [self.fit(layout) for layout in (*LAYOUTS, *PACKED_LAYOUTS)]
+        pool = [layout for layout in fitted if layout is not None and self.takes(layout.gates)]
+        kinds = itertools.cycle(self.gates())
+        if sum(layout.documents is None for layout in pool) < 5:
+            lent = [self.fit(dataclasses.replace(LAYOUTS[i], gates=next(kinds))) for i in _SIZES]
+            pool += [layout for layout in lent if layout is not None]
+        if self.packing and not any(layout.documents is not None for layout in pool):
+            lent = [self.fit(dataclasses.replace(layout, gates=next(kinds))) for layout in PACKED_LAYOUTS]
+            pool += [layout for layout in lent if layout is not None]
+        pool.sort(key=lambda layout: layout.documents is not None)
+        return tuple(dict.fromkeys(pool))
+
+    def decays(self, families: tuple[str, ...] = DECAY_FAMILIES) -> list[str]:
+        """Those families of log decays that stay within `max_decay`."""
+        return [family for family in families if self._reaches(family)]
+
+    def _reaches(self, family: str) -> bool:
+        return self.decay == ("none",) or _SMALLEST.get(family, np.inf) <= self.max_decay
+
+    def fit(self, layout: RandomProblem) -> RandomProblem | None:
+        """The layout with what this implementation cannot take left out, or `None`."""
+        if layout.documents is not None and layout.packing not in self.packing:
+            return None
+        gates = dataclasses.replace(layout.gates, erase_max=min(layout.gates.erase_max, self.erase_max))
+        if gates.log_decay_min is not None and -gates.log_decay_min > self.max_decay:
+            gates = dataclasses.replace(gates, log_decay_min=None)
+
+        def size(dims, wanted):
+            return wanted if dims is None or wanted in dims else dims[wanted % len(dims)]
+
+        key_dim = size(self.key_dims, layout.key_dim)
+        if gates.decay == "tile" and key_dim % gates.decay_tiles:
+            key_dim *= gates.decay_tiles
+        return dataclasses.replace(
+            layout,
+            gates=gates,
+            dtype=self.dtypes[0],
+            key_dim=key_dim,
+            value_dim=size(self.value_dims, layout.value_dim),
+            time=-(-layout.time // self.time_multiple) * self.time_multiple,
+            group=layout.group if self.grouped else 1,
+            state=layout.state and self.state,
+        )
+
+
+def gates_of(variant: Variant) -> RandomGates:
+    """Gates to draw for a variant."""
+    return RandomGates(
+        decay=variant.decay,
+        decay_tiles=variant.decay_tiles or 2,
+        erase=variant.erase,
+        write="one" if variant.tied else variant.write,
+        owner=variant.decay_owner,
+        tied=variant.tied,
+        erase_max=variant.erase_max,
+        log_decay_min=variant.log_decay_min,
+    )
+
+
+MEMBERS = {
+    "linear_attention": RandomGates(),
+    "retnet": RandomGates(decay="head"),
+    "mamba2": RandomGates(decay="head", write="head", owner="value"),
+    "gla": RandomGates(decay="channel"),
+    "delta_net": RandomGates(erase="head", tied=True),
+    "gdn": RandomGates(decay="head", erase="head", owner="value", tied=True),
+    "kda": RandomGates(decay="channel", erase="head", owner="value", tied=True),
+    "gdn2": RandomGates(decay="channel", erase="channel", write="channel"),
+    "sla": RandomGates(decay="tile", decay_tiles=4, erase="head", tied=True),
+}
+"""The gates of the members of the family that have a name."""

@@ -1,0 +1,315 @@
+"""What laws are asked of: one of our backends, or anybody's function behind an adapter for its signature."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gated_delta._backend import AbstractBackend
+from gated_delta._chunked import Chunked
+from gated_delta._op import gated_delta, gated_delta_step
+
+from ._capabilities import Capabilities
+from ._compare import results, why_not
+from ._random import RandomProblem
+from ._run import GATES, Results, differentiated, forward_only, in_numpy, named, split
+
+Framework = Literal["jax", "numpy", "torch"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """An implementation of the operator, as laws see it. `implementation(x)` makes one of anything that can be checked.
+
+    - `name`: how a line of Python names it.
+    - `capabilities`: what may be asked of it.
+    - `run`: `run(arguments, cotangents)` gives `Results` for arguments of `gated_delta` and cotangents of its two
+        results, without the gradients and the state that it does not offer.
+    - `traceable`: a function of the same arguments to `(out, final_state)` that JAX can trace, or `None`.
+    - `step`: `step(arguments, state)` runs one token, whose arrays have no time axis, or `None`.
+    - `variations`: other settings that must change nothing, such as chunk sizes, by what they say.
+    """
+
+    name: str
+    capabilities: Capabilities
+    run: Callable[[Mapping[str, Any], tuple[Any, Any]], Results]
+    traceable: Callable[..., tuple[Any, Any]] | None = None
+    step: Callable[..., tuple[Any, Any]] | None = None
+    variations: Mapping[str, "Implementation"] = dataclasses.field(default_factory=dict)
+    refusal: Callable[[RandomProblem], str | None] = lambda problem: None
+    """`refusal(problem)` says why it declines a problem that its capabilities allow, or `None`."""
+
+
+def implementation(subject: Any, capabilities: Capabilities | None = None) -> Implementation:
+    """`subject` as laws see it: one of our backends, an `Implementation`, or a function with the signature of `plain`.
+
+    **Raises:** `TypeError` for anything else.
+    """
+    if isinstance(subject, Implementation):
+        return subject if capabilities is None else dataclasses.replace(subject, capabilities=capabilities)
+    if isinstance(subject, AbstractBackend):
+        return _of_backend(subject, capabilities or Capabilities())
+    if inspect.isclass(subject) or not callable(subject):
+        called = f", such as `{subject.__name__}()`" if inspect.isclass(subject) else ""
+        raise TypeError(f"A backend{called}, a function or an `Implementation` can be checked, but {subject!r} came.")
+    return plain(subject, capabilities=capabilities)
+
+
+# ---- our backends ----------------------------------------------------------------------------------------------------
+
+
+def _of_backend(backend: AbstractBackend, capabilities: Capabilities) -> Implementation:
+    others = {}
+    if isinstance(backend, Chunked):
+        settings = [dataclasses.replace(backend, chunk_size=size) for size in (16, 32, 64, 128)]
+        settings += [dataclasses.replace(backend, residuals=kept) for kept in ("all", "none")]
+        others = {str(other): _of_backend_alone(other, capabilities) for other in settings if other != backend}
+    return dataclasses.replace(_of_backend_alone(backend, capabilities), variations=others)
+
+
+def _of_backend_alone(backend: AbstractBackend, capabilities: Capabilities) -> Implementation:
+    traceable = functools.partial(gated_delta, backend=backend)
+
+    @functools.cache
+    def refused(layout):
+        return why_not(backend, layout)
+
+    def refusal(problem):
+        """Asked once for all problems of the same shapes."""
+        return refused(problem.shapes)
+
+    run = functools.partial(results, backend) if capabilities.gradients else forward_only(traceable)
+    return Implementation(str(backend), capabilities, run, traceable, _step, refusal=refusal)
+
+
+@jax.jit
+def _step(q, k, v, gates, state):
+    return gated_delta_step(q, k, v, gates, state)
+
+
+# ---- functions of others ---------------------------------------------------------------------------------------------
+
+
+def plain(
+    function: Callable[..., Any],
+    *,
+    capabilities: Capabilities | None = None,
+    framework: Framework = "jax",
+    name: str | None = None,
+    step: Callable[..., Any] | None = None,
+) -> Implementation:
+    """A function of arrays in our layout, called by keywords.
+
+    It may have the parameters `q`, `k`, `v`, `log_decay`, `erase`, `write` (or `beta` for a tied gate), each
+    `[batch, time, heads, dim]`; `initial_state`, `segment_ids`, `num_segments`, `cu_seqlens` and `scale` as in
+    `gated_delta`. It returns `out`, or `(out, final_state)`. What its signature does not have is not asked of it,
+    unless `capabilities` say otherwise.
+
+    - `framework`: whose arrays it takes. A function of `"jax"` is compiled and differentiated by JAX, one of `"torch"`
+        by torch; one of `"numpy"` has no gradients.
+    - `step`: the same for one token, with arrays that have no time axis, and `state`.
+    """
+    offered = capabilities or Capabilities.from_signature(function, gradients=framework != "numpy")
+    return _adapt(function, offered, framework, name, _call_plainly, step)
+
+
+def fla_style(
+    function: Callable[..., Any],
+    *,
+    capabilities: Capabilities | None = None,
+    framework: Framework = "torch",
+    name: str | None = None,
+) -> Implementation:
+    """A function with the signature of flash-linear-attention's kernels.
+
+    `function(q, k, v, g=..., beta=..., scale=..., initial_state=..., output_final_state=True, cu_seqlens=...)` with
+    arrays `[batch, time, heads, dim]`; `g` and `beta` without the last axis where they are per head; `b` and `w` in the
+    place of `beta` for erase and write gates of their own. Returns `(out, final_state)`, key axis first.
+    """
+    names = set(inspect.signature(function).parameters)
+    if capabilities is None:
+        apart = {"b", "w"} <= names
+        capabilities = Capabilities(
+            decay=("head", "channel") if "g" in names else ("none",),
+            erase=("channel",) if apart else ("head",) if "beta" in names else ("none",),
+            write=("channel",) if apart else ("one",),
+            tied=(False,) if apart or "beta" not in names else (True,),
+            dtypes=("float32", "bfloat16"),
+            packing=("offsets",) if "cu_seqlens" in names else (),
+            padding=False,
+            state="initial_state" in names,
+        )
+    return _adapt(function, capabilities, framework, name, _call_as_fla, None)
+
+
+def tokamax_style(
+    function: Callable[..., Any],
+    *,
+    capabilities: Capabilities | None = None,
+    lower_bound: float | None = None,
+    framework: Framework = "jax",
+    name: str | None = None,
+) -> Implementation:
+    """A function with the signature of tokamax's `kimi_delta_attention`.
+
+    `function(query, key, value, gate, beta, *, a_log, lower_bound, scale, initial_state, segment_ids, ...)` with arrays
+    `[heads, batch, time, dim]`, states `[batch, documents, heads, key_dim, value_dim]`, and ids from 1, 0 for padding.
+
+    - `lower_bound`: `None` gives it log decays. A bound in `[-5, 0)` gives it raw gates, with `a_log` of zeros:
+        `log_decay = lower_bound * sigmoid(raw)`, so that only log decays inside `(lower_bound, 0)` can be asked for.
+    """
+    if capabilities is None:
+        capabilities = Capabilities(
+            decay=("channel",),
+            erase=("head",),
+            write=("one",),
+            tied=(True,),
+            grouped=False,
+            dtypes=("float32", "bfloat16"),
+            packing=("slots",),
+            erase_max=1.0,
+            max_decay=float("inf") if lower_bound is None else -lower_bound,
+        )
+    translate = functools.partial(_call_as_tokamax, lower_bound=lower_bound)
+    return _adapt(function, capabilities, framework, name, translate, None)
+
+
+def _call_plainly(function, arrays, options):
+    given = dict(arrays)
+    if "beta" in inspect.signature(function).parameters and options.pop("tied", False):
+        given["beta"] = given.pop("erase")
+    elif options.pop("tied", False):
+        given["write"] = given["erase"]
+    return function(**given, **options)
+
+
+def _call_as_fla(function, arrays, options):
+    tied = options.pop("tied", False)
+    key_dim, value_dim = arrays["k"].shape[-1], arrays["v"].shape[-1]
+    names = {"log_decay": "g", "erase": "beta" if tied else "b", "write": "w"}
+    full = {"log_decay": key_dim, "erase": key_dim, "write": value_dim}
+    given = {}
+    for key, x in arrays.items():
+        if key in names and x.shape[-1] == 1 and full[key] != 1:
+            x = x[..., 0]
+        given[names.get(key, key)] = x
+    return function(**given, **options, output_final_state=True)
+
+
+def _call_as_tokamax(function, arrays, options, *, lower_bound):
+    options.pop("tied", None)
+
+    def head_first(x):
+        return jnp.moveaxis(x, 2, 0)
+
+    slots = options.pop("num_segments", None)
+    state = arrays.get("initial_state")
+    own = state is not None and state.ndim == 5
+    gate = head_first(arrays["log_decay"])
+    more: dict[str, Any] = {}
+    if lower_bound is not None:
+        share = jnp.clip(gate / lower_bound, 1e-30, 1 - 1e-7)
+        gate = jnp.log(share) - jnp.log1p(-share)
+        more = {"a_log": jnp.zeros(gate.shape[0]), "use_gate_in_kernel": True, "lower_bound": lower_bound}
+    if state is not None:
+        more["initial_state"] = state if own else state[:, None]
+    if options.get("segment_ids") is not None:
+        ids = options.pop("segment_ids")
+        more |= {"segment_ids": jnp.where(ids < 0, 0, ids + 1), "max_num_segments": slots}
+    out, final = function(
+        head_first(arrays["q"]),
+        head_first(arrays["k"]),
+        head_first(arrays["v"]),
+        gate,
+        head_first(arrays["erase"])[..., 0],
+        output_final_state=True,
+        **more,
+        **options,
+    )
+    return jnp.moveaxis(out, 0, 2), final if slots is not None else final[:, 0]
+
+
+# ---- running them ----------------------------------------------------------------------------------------------------
+
+
+def _adapt(function, capabilities, framework, name, translate, step) -> Implementation:
+    if framework not in ("jax", "numpy", "torch"):
+        raise ValueError(f"`framework={framework!r}` must be 'jax', 'numpy' or 'torch'.")
+    name = name or getattr(function, "__qualname__", None) or type(function).__name__
+
+    def call(q, k, v, gates, **options):
+        arrays = {"q": q, "k": k, "v": v, **_gate_arrays(gates)}
+        if options.get("initial_state") is not None:
+            arrays["initial_state"] = options["initial_state"]
+        options = {name: x for name, x in options.items() if x is not None and name != "initial_state"}
+        result = translate(function, arrays, {**options, **({"tied": True} if gates.is_tied else {})})
+        return result if isinstance(result, tuple) else (result, None)
+
+    if framework == "jax":
+        run = differentiated(call) if capabilities.gradients else forward_only(call)
+        return Implementation(name, capabilities, run, call, step=step)
+    return Implementation(name, capabilities, _in_torch(call) if framework == "torch" else _in_numpy(call), step=step)
+
+
+def _gate_arrays(gates) -> dict[str, Any]:
+    arrays = {name: getattr(gates, name) for name in GATES}
+    return {name: x if x.ndim == 4 else x[..., None] for name, x in arrays.items() if x is not None}
+
+
+def _in_numpy(call):
+    def run(arguments, cotangents):
+        out, final = call(**arguments)
+        return in_numpy(named(out, final))
+
+    return run
+
+
+def _in_torch(call):
+    def run(arguments, cotangents):
+        import torch  # pyright: ignore[reportMissingImports]
+
+        def tensor(x):
+            x = np.array(x)
+            if x.dtype == jnp.bfloat16:
+                return torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
+            return torch.from_numpy(x)
+
+        traced, other, static = split(arguments)
+        gates = traced.pop("gates")
+        arrays = {name: tensor(x).requires_grad_() for name, x in (traced | _gate_arrays(gates)).items()}
+        state = {name: arrays[name] for name in ("initial_state",) if name in arrays}
+        stand_in = _TorchGates(**{name: arrays.get(name) for name in GATES}, is_tied=gates.is_tied)
+        out, final = call(
+            *(arrays[name] for name in "qkv"),
+            gates=stand_in,
+            **state,
+            **{name: tensor(x) for name, x in other.items()},
+            **dict(static),
+        )
+        loss = (out * tensor(cotangents[0])).sum()
+        if final is not None:
+            loss = loss + (final * tensor(cotangents[1])).sum()
+        loss.backward()
+
+        def array(x):
+            x = x.detach()
+            return x.float().numpy().astype(jnp.bfloat16) if x.dtype == torch.bfloat16 else x.numpy()
+
+        found = {"out": array(out), "final_state": None if final is None else array(final)}
+        zeros = {name: torch.zeros_like(x) for name, x in arrays.items()}
+        return found | {f"d_{name}": array(zeros[name] if x.grad is None else x.grad) for name, x in arrays.items()}
+
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _TorchGates:
+    log_decay: Any
+    erase: Any
+    write: Any
+    is_tied: bool

@@ -1,0 +1,141 @@
+"""What came of asking: one outcome per law, as a table, as JSON and as JUnit."""
+
+import dataclasses
+import importlib.util
+import json
+from typing import Any, Literal
+from xml.etree import ElementTree
+
+Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered", "out of time"]
+
+_STYLES = {
+    "passed": "green",
+    "failed": "bold red",
+    "expected failure": "yellow",
+    "unexpected pass": "bold red",
+    "not offered": "dim",
+    "out of time": "bold red",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What came of one law.
+
+    - `examples`: how many cases were checked. `worst`: the largest error of all that passed, in budgets.
+    - `message`: why it failed, or why it was not asked.
+    - `line`: for a failure, one line of Python that repeats its smallest case.
+    """
+
+    law: str
+    status: Status
+    examples: int = 0
+    worst: float = 0.0
+    seconds: float = 0.0
+    message: str = ""
+    line: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.status in ("passed", "expected failure", "not offered")
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The outcomes of all laws for one implementation. `print` it; `to_json` and `to_junit` are for machines."""
+
+    name: str
+    outcomes: tuple[Outcome, ...]
+    seed: int
+
+    @property
+    def passed(self) -> bool:
+        """Nothing failed, nothing passed that was expected to fail, and something was asked."""
+        asked = [outcome for outcome in self.outcomes if outcome.status != "not offered"]
+        return bool(asked) and all(outcome.is_good for outcome in self.outcomes)
+
+    @property
+    def examples(self) -> int:
+        return sum(outcome.examples for outcome in self.outcomes)
+
+    @property
+    def seconds(self) -> float:
+        return sum(outcome.seconds for outcome in self.outcomes)
+
+    @property
+    def summary(self) -> str:
+        counts = {status: sum(o.status == status for o in self.outcomes) for status in _STYLES}
+        said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+        return f"{self.name}: {said}; {self.examples} examples in {self.seconds:.0f} s, seed {self.seed}"
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Cells of the table: law, result, examples, worst error in budgets, seconds."""
+        return [
+            (
+                outcome.law,
+                outcome.status,
+                str(outcome.examples) if outcome.examples else "",
+                "" if not outcome.examples else "bits" if outcome.worst == 0 else f"{outcome.worst:.2g}",
+                f"{outcome.seconds:.1f}" if outcome.examples else "",
+                outcome.message if outcome.status == "not offered" else "",
+            )
+            for outcome in self.outcomes
+        ]
+
+    def failures(self) -> list[str]:
+        """Every failure: what is wrong, and the line that repeats it."""
+        bad = [outcome for outcome in self.outcomes if not outcome.is_good]
+        return [f"{o.law}: {o.message or o.status}" + (f"\n  {o.line}" if o.line else "") for o in bad]
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        return "\n".join([self.summary, "", *lines, *(f"\n{failure}" for failure in self.failures())])
+
+    def __rich__(self) -> Any:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self.name, title_justify="left", show_edge=False, pad_edge=False)
+        for name in COLUMNS:
+            table.add_column(name, justify="right" if name in COLUMNS[2:5] else "left", overflow="fold")
+        for row in self.rows():
+            table.add_row(row[0], Text(row[1], _STYLES[row[1]]), *row[2:])
+        failures = [Text(f"\n{failure}", overflow="fold") for failure in self.failures()]
+        return Group(table, Text(f"\n{self.summary}"), *failures)
+
+    def to_json(self) -> str:
+        outcomes = [dataclasses.asdict(outcome) for outcome in self.outcomes]
+        return json.dumps({"name": self.name, "passed": self.passed, "seed": self.seed, "outcomes": outcomes}, indent=2)
+
+    def to_junit(self) -> str:
+        bad = [outcome for outcome in self.outcomes if not outcome.is_good]
+        idle = [outcome for outcome in self.outcomes if outcome.status in ("not offered", "expected failure")]
+        suite = ElementTree.Element(
+            "testsuite",
+            name=f"gated-delta: {self.name}",
+            tests=str(len(self.outcomes)),
+            failures=str(len(bad)),
+            errors="0",
+            skipped=str(len(idle)),
+            time=f"{self.seconds:.3f}",
+        )
+        for outcome in self.outcomes:
+            case = ElementTree.SubElement(
+                suite, "testcase", classname=self.name, name=outcome.law, time=f"{outcome.seconds:.3f}"
+            )
+            if outcome in bad:
+                failure = ElementTree.SubElement(case, "failure", message=(outcome.message or outcome.status)[:200])
+                failure.text = f"{outcome.message}\n{outcome.line}"
+            elif outcome in idle:
+                ElementTree.SubElement(case, "skipped", message=f"{outcome.status}: {outcome.message}"[:200])
+        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+
+
+COLUMNS = ("law", "result", "examples", "worst / budget", "seconds", "why")
+
+
+def has_rich() -> bool:
+    return importlib.util.find_spec("rich") is not None

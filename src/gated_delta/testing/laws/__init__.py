@@ -1,0 +1,37 @@
+"""The laws: what every implementation of the operator must satisfy, each by its name."""
+
+from ._agreement import chunk_inverse as chunk_inverse
+from ._agreement import extreme_gates as extreme_gates
+from ._agreement import finite_differences as finite_differences
+from ._agreement import gradients as gradients
+from ._agreement import ill_conditioned_keys as ill_conditioned_keys
+from ._agreement import long_memory as long_memory
+from ._agreement import recurrence as recurrence
+from ._calls import defaults as defaults
+from ._calls import determinism as determinism
+from ._calls import dtypes as dtypes
+from ._calls import new_documents as new_documents
+from ._calls import partial_losses as partial_losses
+from ._calls import refusals as refusals
+from ._calls import scale as scale
+from ._calls import transforms as transforms
+from ._isolation import causality as causality
+from ._isolation import neutral_tokens as neutral_tokens
+from ._isolation import no_leak_between_documents as no_leak_between_documents
+from ._isolation import no_leak_between_heads as no_leak_between_heads
+from ._isolation import no_leak_between_rows as no_leak_between_rows
+from ._isolation import packing as packing
+from ._isolation import padding as padding
+from ._isolation import unwritten_memory as unwritten_memory
+from ._law import LAWS as LAWS
+from ._law import Law as Law
+from ._sizes import chunk_size as chunk_size
+from ._sizes import grouping as grouping
+from ._sizes import large_launch as large_launch
+from ._sizes import reductions as reductions
+from ._sizes import shapes as shapes
+from ._states import resume as resume
+from ._states import resume_documents as resume_documents
+from ._states import state_layout as state_layout
+from ._states import step as step
+from ._states import zero_length as zero_length
