@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall test test-thorough test-slow test-smoke lint types dist bench hooks clean
+.PHONY: help demo recall test test-thorough test-slow test-smoke lint types docs dist bench hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -54,6 +54,11 @@ lint: ## ruff: rules and formatting
 types: ## pyright
 	$(install) dev test
 	@$(VENV)/bin/pyright --pythonpath $(python)
+
+docs: ## run the page about Flax and build the site into site/, strictly: open site/index.html
+	$(install) docs test
+	@JAX_PLATFORMS=cpu $(python) -m pytest -q tests/test_docs.py -k other-frameworks
+	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
 
 dist: ## build sdist and wheel, then run the README's first example with the wheel in an empty environment
 	$(install) dev

@@ -13,7 +13,7 @@ from ._kda import kda as kda
 from ._sla import SLA as SLA
 from ._sla import SystolicLinearAttention as SystolicLinearAttention
 from ._sla import sla as sla
-from ._sla import sla_r1 as sla_r1
-from ._sla import sla_r2 as sla_r2
-from ._sla import sla_r4 as sla_r4
-from ._sla import sla_r8 as sla_r8
+from ._sla_presets import sla_r1 as sla_r1
+from ._sla_presets import sla_r2 as sla_r2
+from ._sla_presets import sla_r4 as sla_r4
+from ._sla_presets import sla_r8 as sla_r8

@@ -1,7 +1,6 @@
 """SLA: decay tiles and one beta per key head, shared by a group of value heads; our reading of an abstract."""
 
 import dataclasses
-import functools
 
 from jaxtyping import PRNGKeyArray
 
@@ -113,7 +112,4 @@ def SystolicLinearAttention(
 
 
 SLA = SystolicLinearAttention
-sla_r1 = functools.partial(SystolicLinearAttention, group=1)
-sla_r2 = functools.partial(SystolicLinearAttention, group=2)
-sla_r4 = functools.partial(SystolicLinearAttention, group=4)
-sla_r8 = functools.partial(SystolicLinearAttention, group=8)
+"""`SystolicLinearAttention` by a shorter name."""
