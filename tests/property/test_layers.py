@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import settings
 
 from gated_delta import GDN, GDN2, GLA, KDA, SLA, Chunked, Recurrent
-from gated_delta.testing import segment_ids
+from gated_delta.testing import LAYER_LAWS, Layer
+from gated_delta.testing._conformance import ask_law
+from gated_delta.testing.laws import draw_parameters
 
 MODEL, BATCH, TIME = 12, 2, 21
 BUDGET = 1e-5  # relative RMS: that of the operator in float32
@@ -28,27 +29,9 @@ fast_jit = functools.partial(eqx.filter_jit, compiler_options=FAST)
 variants = pytest.mark.parametrize("name", MAKERS)
 
 
-def fill(shapes, seed):
-    """Parameters for a layer of `jax.ShapeDtypeStruct`s: of sizes as after some training, without compiling."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if name.endswith(("A_log", "dt_bias")):
-            return rng.uniform(*((0, 2.5) if name.endswith("A_log") else (-5, -1)), leaf.shape).astype(np.float32)
-        if name.endswith("bias"):
-            return 0.1 * rng.standard_normal(leaf.shape).astype(np.float32)
-        size = 0.5 if "conv" in name else leaf.shape[-1] ** -0.5
-        return (size * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)).astype(
-            np.float32
-        )  # a norm's weight is near 1
-
-    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(draw, shapes))
-
-
 @functools.cache
 def make_mixer(name):
-    return fill(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), len(name))
+    return draw_parameters(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), len(name))
 
 
 @fast_jit
@@ -99,42 +82,12 @@ def assert_same(actual, expected):
             assert error <= BUDGET, f"off by {error:.2g} in relative RMS"
 
 
-masks = st.lists(st.lists(st.booleans(), min_size=TIME, max_size=TIME), min_size=BATCH, max_size=BATCH)
-
-
 @variants
-@given(ids=segment_ids(batch=BATCH, time=TIME), mask=masks, seed=st.integers(0, 99))
-def test_documents_and_padding_anywhere_equal_each_document_alone(name, ids, mask, seed):
-    mixer, mask = make_mixer(name), np.array(mask)
-    x, state = draw(seed, BATCH, TIME, MODEL), draw_state(mixer, seed + 1, BATCH)
-    out, new = run(mixer, x, state, mask, ids, None)
-    ids = np.where(mask, ids, -1)
-    for row in range(BATCH):
-        last = index(state, row)
-        for rank, document in enumerate(np.unique(ids[row][ids[row] >= 0])):
-            last = last if rank == 0 else zeros(last)
-            tokens = ids[row] == document
-            expected, last = alone(mixer, x[row, tokens], last)
-            assert_same(np.asarray(out)[row, tokens], expected)
-        assert_same(index(new, row), last)
-    assert not np.any(np.asarray(out)[ids < 0])
-
-
-@variants
-@given(cuts=st.lists(st.integers(0, TIME), min_size=3, max_size=3), seed=st.integers(0, 99))
-def test_offsets_give_every_document_its_own_states(name, cuts, seed):
-    mixer = make_mixer(name)
-    offsets = np.array([0, *sorted(cuts)], np.int32)
-    x, state = draw(seed, TIME, MODEL), draw_state(mixer, seed + 1, 3)
-    out, new = run(mixer, x, state, None, None, offsets)
-    for document in range(3):
-        tokens = slice(offsets[document], offsets[document + 1])
-        before, after = index(state, document), index(new, document)
-        if tokens.start == tokens.stop:
-            jax.tree.map(np.testing.assert_array_equal, after, before)
-        else:
-            assert_same((np.asarray(out)[tokens], after), alone(mixer, x[tokens], before))
-    assert not np.any(np.asarray(out)[offsets[-1] :])
+@pytest.mark.parametrize("law", ["layer_documents", "layer_offsets", "layer_causality"])
+def test_the_law_holds(name, law):
+    subject = Layer(name, make_mixer(name), MODEL)
+    outcome = ask_law(LAYER_LAWS[law], subject, max_examples=settings.default.max_examples)
+    assert outcome.status == "passed", f"{outcome.message}  {outcome.line}"
 
 
 @pytest.mark.parametrize("name", ["gdn2"])
@@ -176,18 +129,6 @@ def test_gradients_under_padding_and_packing(name):
     assert_same(packed_d_x[ids == 0], d_x[0, : lengths[0]])
     assert_same(packed_d_x[ids == 1], d_x[1, : lengths[1]])
     assert not np.any(packed_d_x[ids < 0])
-
-
-@variants
-@given(cut=st.integers(1, TIME - 1), seed=st.integers(0, 99))
-def test_later_tokens_change_no_earlier_bit(name, cut, seed):
-    mixer = make_mixer(name)
-    x = draw(seed, BATCH, TIME, MODEL)
-    state = draw_state(mixer, 7, BATCH)
-    out, _ = run(mixer, x, state, None, None, None)
-    later = np.where(np.arange(TIME)[:, None] < cut, x, 10 * draw(seed + 1, BATCH, TIME, MODEL))
-    changed, _ = run(mixer, later, state, None, None, None)
-    np.testing.assert_array_equal(np.asarray(out)[:, :cut], np.asarray(changed)[:, :cut])
 
 
 @fast_jit

@@ -1,36 +1,24 @@
-"""Packed documents are separate runs: outputs, states, and gradients."""
+"""Packed documents are separate runs: outputs, states, and gradients. Any documents: test_conformance."""
 
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
 
 from gated_delta import Chunked, Recurrent, gated_delta
 from gated_delta.testing import (
     RandomGates,
     RandomProblem,
     assert_close,
-    backends,
     expected,
-    problems,
     pullback,
-    quick_jit,
     results,
 )
 
 BACKENDS = [Recurrent(), Chunked(16)]
 GATES = RandomGates("channel", erase="head", owner="value", tied=True)
 ROW = RandomProblem(time=33, group=2, key_dim=4, value_dim=3, gates=GATES, state=True, documents=((),), seed=8)
-
-
-@pytest.mark.parametrize("backend", backends(), ids=str)
-@given(problem=problems(packed=True))
-def test_any_packed_documents_are_separate_runs(backend, problem):
-    """`expected` runs every document by itself."""
-    assert_close(pullback(backend, problem), expected(problem), problem)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
@@ -110,28 +98,6 @@ def test_tokens_past_the_last_document_are_zero_and_have_zero_gradients(backend,
         np.testing.assert_array_equal(x, quiet[name])
         if name not in ("final_state", "d_initial_state"):
             assert not x[:, 20:].any(), name
-
-
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
-@pytest.mark.parametrize("packing", ["ids", "slots", "offsets"])
-def test_new_documents_do_not_compile_again(backend, packing):
-    traces = []
-    problem = dataclasses.replace(ROW, documents=((10, 23),), packing=packing, slots=2)
-    static = {"num_segments": 2} if packing == "slots" else {}
-
-    @quick_jit
-    def run(arguments):
-        traces.append(None)
-        return gated_delta(**arguments, **static, backend=backend)
-
-    for documents in ((10, 23), (32, 1), (33, 0)):
-        other = dataclasses.replace(problem, documents=(documents,))
-        arguments = other.arguments()
-        arguments.pop("num_segments", None)
-        out, final = run(jax.tree.map(jnp.asarray, arguments))
-        wanted = expected(other)
-        assert_close({"out": out, "final_state": final}, {name: wanted[name] for name in ("out", "final_state")}, other)
-    assert len(traces) == 1
 
 
 @pytest.mark.smoke

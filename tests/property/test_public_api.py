@@ -59,6 +59,7 @@ LEVELS = {
     6: ["variants"],
     7: ["checkpoints", "sharding", "serving", "attention"],
     8: ["testing"],
+    9: ["_cli"],
 }
 LEVEL_OF = {room: level for level, rooms in LEVELS.items() for room in rooms}
 

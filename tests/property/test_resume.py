@@ -1,4 +1,4 @@
-"""A sequence cut anywhere, its state handed on, is the whole sequence; token by token too."""
+"""A sequence cut anywhere, its state handed on, is the whole sequence. Documents that are cut: test_conformance."""
 
 import dataclasses
 
@@ -6,19 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gated_delta import Chunked, Recurrent, gated_delta, gated_delta_step
 from gated_delta.testing import (
-    PACKED_LAYOUTS,
     RandomGates,
     RandomProblem,
     assert_close,
     expected,
-    problems,
     quick_jit,
-    results,
 )
 
 BACKENDS = [Recurrent(), Chunked(16)]
@@ -67,29 +62,6 @@ def test_pieces_are_the_whole_in_gradients(backend):
     actual |= {"d_log_decay": gates.log_decay, "d_erase": gates.erase}
     wanted = expected(PROBLEM)
     assert_close(actual, {name: wanted[name] for name in actual}, PROBLEM)
-
-
-@given(
-    problem=problems(
-        layouts=[dataclasses.replace(layout, state=True) for layout in PACKED_LAYOUTS if layout.packing == "slots"]
-    ),
-    cut=st.integers(0, 70),
-)
-def test_documents_may_be_cut_too(problem, cut):
-    """The first call sees only the tokens before the cut, the second only those after it: others are padding."""
-    backend, cut = Chunked(16), min(cut, problem.time)
-    arguments = problem.arguments()
-    d_out, d_state = problem.cotangents("float32", "float32")
-    before = np.arange(problem.time) < cut
-    ids = arguments["segment_ids"]
-    first = {**arguments, "segment_ids": np.where(before, ids, -1)}
-    state = results(backend, first, (d_out, d_state))["final_state"]
-    second = {**arguments, "segment_ids": np.where(before, -1, ids), "initial_state": state}
-    two = results(backend, second, (d_out, d_state))
-    one = results(backend, first, (d_out, two["d_initial_state"]))
-    joined = {name: one[name] + two[name] for name in one if name not in ("final_state", "d_initial_state")}
-    joined |= {"final_state": two["final_state"], "d_initial_state": one["d_initial_state"]}
-    assert_close(joined, expected(problem), problem)
 
 
 @pytest.mark.parametrize(

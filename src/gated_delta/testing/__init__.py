@@ -14,12 +14,18 @@ from ._conformance import ConformanceError as ConformanceError
 from ._conformance import ask as ask
 from ._conformance import check_backend as check_backend
 from ._conformance import check_law as check_law
+from ._conformance import check_variant as check_variant
 from ._conformance import conformance_suite as conformance_suite
 from ._implementations import Implementation as Implementation
 from ._implementations import fla_style as fla_style
 from ._implementations import implementation as implementation
 from ._implementations import plain as plain
 from ._implementations import tokamax_style as tokamax_style
+from ._own_step import Departure as Departure
+from ._own_step import FoundGates as FoundGates
+from ._own_step import OwnStep as OwnStep
+from ._own_step import Token as Token
+from ._own_step import find_gates as find_gates
 from ._program import equations as equations
 from ._random import DECAY_FAMILIES as DECAY_FAMILIES
 from ._random import KEY_FAMILIES as KEY_FAMILIES
@@ -39,4 +45,7 @@ from ._strategies import lengths as lengths
 from ._strategies import problems as problems
 from ._strategies import segment_ids as segment_ids
 from .laws import LAWS as LAWS
+from .laws import LAYER_LAWS as LAYER_LAWS
+from .laws import STEP_LAWS as STEP_LAWS
 from .laws import Law as Law
+from .laws import Layer as Layer

@@ -32,6 +32,7 @@ class Capabilities(Readable):
     - `scale`: whether it takes a scale; without, queries are multiplied by `key_dim ** -0.5`.
     - `gradients`: whether it has them: for every array it is given.
     - `max_decay`: the largest `-log_decay` of one token, in nats; infinite for a full forget.
+    - `zero_decay`: whether a log decay may be exactly 0.
     - `erase_max`: 1, or 2 for a doubled beta.
     - `contains`: whether a NaN or an overflow stays within its own document.
     - `refuses`: whether input that fits no definition raises.
@@ -55,6 +56,7 @@ class Capabilities(Readable):
     scale: bool = True
     gradients: bool = True
     max_decay: float = float("inf")
+    zero_decay: bool = True
     erase_max: float = 2.0
     contains: bool = True
     refuses: bool = True
@@ -89,26 +91,36 @@ class Capabilities(Readable):
     @classmethod
     def from_signature(cls, function: Callable, **others: Any) -> "Capabilities":
         """What the parameters of a plain function say: see `plain`."""
-        names = set(inspect.signature(function).parameters)
-        if any(p.kind is p.VAR_KEYWORD for p in inspect.signature(function).parameters.values()):
+        parameters = inspect.signature(function).parameters
+        names = set(parameters)
+        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             names |= {
                 "log_decay",
                 "erase",
                 "write",
-                "beta",
                 "initial_state",
                 "segment_ids",
                 "num_segments",
                 "cu_seqlens",
+                "scale",
             }
-            names |= {"scale"}
         ways = {"ids": {"segment_ids"}, "slots": {"segment_ids", "num_segments"}, "offsets": {"cu_seqlens"}}
-        ties = ((False,) if names & {"erase", "write"} else ()) + ((True,) if "beta" in names else ())
+
+        def words(name, absent, *fine):
+            """Without the word for no gate where the function cannot do without it."""
+            is_needed = name in parameters and parameters[name].default is inspect.Parameter.empty
+            return fine if is_needed else (absent, *fine) if name in names else (absent,)
+
+        erase = words("erase", "none", "head", "channel")
+        tied: tuple[bool, ...] = (False,)
+        if "beta" in names:
+            tied = (True,) if words("beta", "none", "head") == ("head",) else (False, True)
+            erase = tuple(dict.fromkeys((*(erase if False in tied else ()), "head")))
         said: dict[str, Any] = {
-            "decay": ("none", "head", "tile", "channel") if "log_decay" in names else ("none",),
-            "erase": ("none", "head", "channel") if "erase" in names else ("head",) if "beta" in names else ("none",),
-            "write": ("one", "head", "channel") if "write" in names else ("one",),
-            "tied": ties or (False,),
+            "decay": words("log_decay", "none", "head", "tile", "channel"),
+            "erase": erase,
+            "write": words("write", "one", "head", "channel"),
+            "tied": tied,
             "packing": tuple(way for way, needed in ways.items() if needed <= names),
             "state": "initial_state" in names,
             "scale": "scale" in names,
@@ -174,7 +186,9 @@ class Capabilities(Readable):
         return [family for family in families if self._reaches(family)]
 
     def _reaches(self, family: str) -> bool:
-        return self.decay == ("none",) or _SMALLEST.get(family, np.inf) <= self.max_decay
+        if self.decay == ("none",):
+            return True
+        return (self.zero_decay or family != "zero") and _SMALLEST.get(family, np.inf) <= self.max_decay
 
     def fit(self, layout: RandomProblem) -> RandomProblem | None:
         """The layout with what this implementation cannot take left out, or `None`."""

@@ -2,23 +2,28 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, Verbosity
 from hypothesis.errors import FlakyFailure, Unsatisfiable, UnsatisfiedAssumption
 
+from gated_delta._chunked import Chunked
 from gated_delta._variant import Variant
 
 from ._capabilities import Capabilities
 from ._implementations import Implementation, implementation
-from ._random import RandomProblem
+from ._own_step import OwnStep, describe_gates
+from ._random import RandomGates, RandomProblem
 from ._report import Outcome, Report
-from .laws import LAWS, Law
+from ._subjects import variant_subject
+from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Law, found_gates
 
 _SHRINKING = 20.0
 """Seconds for making a failing case small. Whatever is smallest by then is reported."""
+
+ALL_LAWS = {**LAWS, **LAYER_LAWS, **STEP_LAWS}
 
 Progress = Callable[[str, float], None]
 """Told the law that is being asked, and the share of its examples that is done."""
@@ -42,7 +47,6 @@ def check_backend(
     max_examples: int = 25,
     seed: int = 0,
     time_budget: float | None = None,
-    slow: bool = False,
     x64: bool = False,
     progress: Progress | None = None,
 ) -> Report:
@@ -54,10 +58,11 @@ def check_backend(
         `fla_style` or `tokamax_style`.
     - `capabilities`: what may be asked. What is left out is reported as not offered.
     - `variants`: only the gates of these.
-    - `only`: names of laws; all of `LAWS` but the slow ones if `None`.
+    - `only`: names of laws; all of `LAWS` if `None`.
     - `expected_failures`: names of laws that are known to fail. One of them that passes is a failure too.
-    - `max_examples`: cases for each law. `seed`: what they are drawn from. `time_budget`: seconds for all laws.
-    - `slow`: slow laws too. `x64`: everything in float64.
+    - `max_examples`: cases for each law. `seed`: what they are drawn from. `time_budget`: seconds for all laws;
+        at least one example of each is checked.
+    - `x64`: everything in float64.
 
     **Returns:** a `Report`; `print` it.
 
@@ -71,7 +76,6 @@ def check_backend(
         max_examples=max_examples,
         seed=seed,
         time_budget=time_budget,
-        slow=slow,
         x64=x64,
         progress=progress,
     )
@@ -85,8 +89,8 @@ def check_law(name: str, subject: Any, **case: Any) -> float:
 
     **Raises:** `AssertionError` if the law does not hold for it.
     """
-    _check_names([name])
-    return LAWS[name].check(implementation(subject), **case)
+    check_names([name], ALL_LAWS)
+    return ALL_LAWS[name].check(implementation(subject) if name in LAWS else variant_subject(subject), **case)
 
 
 def ask(
@@ -98,19 +102,39 @@ def ask(
     max_examples: int = 25,
     seed: int = 0,
     time_budget: float | None = None,
-    slow: bool = False,
     x64: bool = False,
     progress: Progress | None = None,
 ) -> Report:
     """`check_backend` that returns the report, whatever is in it."""
-    names = [name for name, law in LAWS.items() if slow or not law.is_slow] if only is None else list(only)
-    _check_names([*names, *expected_failures])
-    subject = limited(subject, variants, x64)
+    names = list(LAWS if only is None else only)
+    check_names([*names, *expected_failures])
+    return ask_all(
+        limited(subject, variants, x64),
+        [LAWS[name] for name in names],
+        expected_failures=expected_failures,
+        max_examples=max_examples,
+        seed=seed,
+        time_budget=time_budget,
+        progress=progress,
+    )
+
+
+def ask_all(
+    subject: Any,
+    laws: Sequence[Law],
+    *,
+    expected_failures: Collection[str] = (),
+    max_examples: int,
+    seed: int,
+    time_budget: float | None,
+    progress: Progress | None,
+) -> Report:
+    """Ask an implementation, a `Layer` or an `OwnStep` for laws of its kind."""
     end, outcomes = None if time_budget is None else time.monotonic() + time_budget, []
-    for index, name in enumerate(names):
-        seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(names) - index)
-        outcome = ask_law(LAWS[name], subject, max_examples=max_examples, seed=seed, seconds=seconds, progress=progress)
-        outcomes.append(_as_expected(outcome, name in expected_failures))
+    for index, law in enumerate(laws):
+        seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(laws) - index)
+        outcome = ask_law(law, subject, max_examples=max_examples, seed=seed, seconds=seconds, progress=progress)
+        outcomes.append(_as_expected(outcome, law.name in expected_failures))
     return Report(subject.name, tuple(outcomes), seed)
 
 
@@ -135,7 +159,7 @@ def limited(subject: Implementation, variants: Iterable[Variant] | None, x64: bo
 
 def ask_law(
     law: Law,
-    subject: Implementation,
+    subject: Any,
     *,
     max_examples: int = 25,
     seed: int = 0,
@@ -174,8 +198,6 @@ def ask_law(
     if state.failing is not None:
         return Outcome(law.name, "failed", state.examples, state.worst, taken, message or state.message, state.line())
     if not state.examples:
-        if state.is_late:
-            return Outcome(law.name, "out of time", seconds=taken, message="no time was left for a single example")
         return Outcome(law.name, "not offered", seconds=taken, message=state.refused or "no case can be drawn")
     return Outcome(law.name, "passed", state.examples, state.worst, taken)
 
@@ -183,20 +205,18 @@ def ask_law(
 class _Asking:
     """The function that Hypothesis calls, and what it has seen."""
 
-    def __init__(self, law: Law, subject: Implementation, end: float | None, total: int, progress: Progress | None):
+    def __init__(self, law: Law, subject: Any, end: float | None, total: int, progress: Progress | None):
         self.law, self.subject, self.end, self.total, self.progress = law, subject, end, total, progress
         self.examples, self.worst, self.refused, self.message = 0, 0.0, "", ""
         self.failing: dict[str, Any] | None = None
         self.give_up: float | None = None
-        self.is_late = False
 
     def check(self, case):
         now = time.monotonic()
         if self.failing is not None:
             if self.give_up is not None and now > self.give_up and case != self.failing:
                 hypothesis.reject()
-        elif self.end is not None and now > self.end:
-            self.is_late = True
+        elif self.end is not None and now > self.end and self.examples:
             hypothesis.reject()
         if isinstance(case.get("problem"), RandomProblem):
             reason = self.subject.refusal(case["problem"])
@@ -239,10 +259,81 @@ def _as_expected(outcome: Outcome, expected: bool) -> Outcome:
     return outcome
 
 
-def _check_names(names: Iterable[str]):
-    unknown = [name for name in names if name not in LAWS]
+def check_names(names: Iterable[str], laws: Mapping[str, Law] = LAWS):
+    unknown = [name for name in names if name not in laws]
     if unknown:
-        raise ValueError(f"There is no law {unknown[0]!r}. The laws are: {', '.join(LAWS)}.")
+        raise ValueError(f"There is no law {unknown[0]!r}. The laws are: {', '.join(laws)}.")
+
+
+_OF_GATES = ("recurrence", "gradients", "extreme_gates", "ill_conditioned_keys", "reductions")
+"""The laws of the operator that a `Variant` is asked for beside those of its layer: they depend on its gates."""
+
+
+def check_variant(
+    subject: Any,
+    *,
+    gates: RandomGates | None = None,
+    chunked: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    initial_state: Callable[[], Any] | None = None,
+    model: int | None = None,
+    only: Collection[str] | None = None,
+    expected_failures: Collection[str] = (),
+    max_examples: int = 10,
+    seed: int = 0,
+    time_budget: float | None = None,
+    progress: Progress | None = None,
+) -> Report:
+    """Check a new member of the family: a record, a layer, or a one-token update.
+
+    **Arguments:**
+
+    - `subject`: one of
+        - a `Variant` or a `MixerConfig`: the layer it describes is built and checked, and the operator with its gates;
+        - a layer, or its constructor `make(key=...)`: anything with the call, `step` and `init_state` of
+            `GatedDeltaMixer`;
+        - `step(state, token)`, which gives `(state, out)` for one `Token` of one head: the gates that express it are
+            found, or the token is shown where it departs from the family.
+    - `gates`: for a step, the gates that its tokens have, such as `MEMBERS["kda"]`.
+    - `chunked`: for a step, a function `chunked(state, tokens)` of many tokens, time first, that gives
+        `(state, outs)`. It is checked against the step, in the family or not.
+    - `initial_state`: for a step whose state is more than one array, what makes the first.
+    - `model`: the size of a layer's inputs, where it has no `config.model`.
+    - the others as for `check_backend`; laws are those of `LAYER_LAWS` or `STEP_LAWS`.
+
+    **Returns:** a `Report`. For a step, the message of the law `family` says which gates express it.
+
+    **Raises:** `ConformanceError`, with the report, if any law fails. A step outside the family needs
+        `expected_failures={"family"}`.
+    """
+    checked = variant_subject(subject, gates=gates, chunked=chunked, initial_state=initial_state, model=model)
+    laws = STEP_LAWS if isinstance(checked, OwnStep) else LAYER_LAWS
+    check_names([*(only or ()), *expected_failures], {**laws, **{name: LAWS[name] for name in _OF_GATES}})
+    options: dict[str, Any] = dict(
+        expected_failures=expected_failures,
+        max_examples=max_examples,
+        seed=seed,
+        time_budget=time_budget,
+        progress=progress,
+    )
+    report = ask_all(checked, [law for name, law in laws.items() if only is None or name in only], **options)
+    variant = getattr(getattr(subject, "config", None) or subject, "variant", subject)
+    if isinstance(variant, Variant):
+        offered = implementation(Chunked(), Capabilities.of(variant))
+        names = [name for name in _OF_GATES if only is None or name in only]
+        operator = ask_all(offered, [LAWS[name] for name in names], **options)
+        report = dataclasses.replace(report, outcomes=(*report.outcomes, *operator.outcomes))
+    if isinstance(checked, OwnStep):
+        report = dataclasses.replace(report, outcomes=tuple(_with_gates(o, checked, seed) for o in report.outcomes))
+    if not report.passed:
+        raise ConformanceError(report)
+    return report
+
+
+def _with_gates(outcome: Outcome, step: OwnStep, seed: int) -> Outcome:
+    if outcome.law != "family" or outcome.status != "passed":
+        return outcome
+    found = found_gates(step, step.problem(5, seed, "float64"))
+    return dataclasses.replace(outcome, message=describe_gates(found))
 
 
 def conformance_suite(
@@ -254,7 +345,6 @@ def conformance_suite(
     expected_failures: Collection[str] = (),
     max_examples: int = 25,
     seed: int = 0,
-    slow: bool = False,
     x64: bool = False,
 ) -> Callable[..., None]:
     """A pytest test for every law: `test_mine = conformance_suite(my_backend)` in a file of tests is all it takes.
@@ -265,8 +355,8 @@ def conformance_suite(
     import pytest
 
     checked = limited(implementation(subject, capabilities), variants, x64)
-    names = [name for name, law in LAWS.items() if slow or not law.is_slow] if only is None else list(only)
-    _check_names([*names, *expected_failures])
+    names = list(LAWS if only is None else only)
+    check_names([*names, *expected_failures])
 
     @pytest.mark.parametrize("law", names)
     def test_conformance(law: str):

@@ -174,6 +174,7 @@ def tokamax_style(
             packing=("slots",),
             erase_max=1.0,
             max_decay=float("inf") if lower_bound is None else -lower_bound,
+            zero_decay=lower_bound is None,
         )
     translate = functools.partial(_call_as_tokamax, lower_bound=lower_bound)
     return _adapt(function, capabilities, framework, name, translate, None)
@@ -263,7 +264,11 @@ def _gate_arrays(gates) -> dict[str, Any]:
 
 def _in_numpy(call):
     def run(arguments, cotangents):
-        out, final = call(**arguments)
+        del cotangents
+        plain = {name: np.array(x) if hasattr(x, "shape") else x for name, x in arguments.items() if name != "gates"}
+        gates = arguments["gates"]
+        given = {name: None if getattr(gates, name) is None else np.array(getattr(gates, name)) for name in GATES}
+        out, final = call(**plain, gates=_ForeignGates(**given, is_tied=gates.is_tied))
         return in_numpy(named(out, final))
 
     return run
@@ -283,7 +288,7 @@ def _in_torch(call):
         gates = traced.pop("gates")
         arrays = {name: tensor(x).requires_grad_() for name, x in (traced | _gate_arrays(gates)).items()}
         state = {name: arrays[name] for name in ("initial_state",) if name in arrays}
-        stand_in = _TorchGates(**{name: arrays.get(name) for name in GATES}, is_tied=gates.is_tied)
+        stand_in = _ForeignGates(**{name: arrays.get(name) for name in GATES}, is_tied=gates.is_tied)
         out, final = call(
             *(arrays[name] for name in "qkv"),
             gates=stand_in,
@@ -308,7 +313,9 @@ def _in_torch(call):
 
 
 @dataclasses.dataclass(frozen=True)
-class _TorchGates:
+class _ForeignGates:
+    """`Gates` whose arrays JAX does not know."""
+
     log_decay: Any
     erase: Any
     write: Any

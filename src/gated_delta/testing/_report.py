@@ -1,12 +1,11 @@
 """What came of asking: one outcome per law, as a table, as JSON and as JUnit."""
 
 import dataclasses
-import importlib.util
 import json
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered", "out of time"]
+Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered"]
 
 _STYLES = {
     "passed": "green",
@@ -14,7 +13,6 @@ _STYLES = {
     "expected failure": "yellow",
     "unexpected pass": "bold red",
     "not offered": "dim",
-    "out of time": "bold red",
 }
 
 
@@ -77,7 +75,7 @@ class Report:
                 str(outcome.examples) if outcome.examples else "",
                 "" if not outcome.examples else "bits" if outcome.worst == 0 else f"{outcome.worst:.2g}",
                 f"{outcome.seconds:.1f}" if outcome.examples else "",
-                outcome.message if outcome.status == "not offered" else "",
+                outcome.message if outcome.is_good else "",
             )
             for outcome in self.outcomes
         ]
@@ -94,6 +92,7 @@ class Report:
         return "\n".join([self.summary, "", *lines, *(f"\n{failure}" for failure in self.failures())])
 
     def __rich__(self) -> Any:
+        """The table; `failures` are for printing without a line break, so that their lines can be copied."""
         from rich.console import Group
         from rich.table import Table
         from rich.text import Text
@@ -103,8 +102,7 @@ class Report:
             table.add_column(name, justify="right" if name in COLUMNS[2:5] else "left", overflow="fold")
         for row in self.rows():
             table.add_row(row[0], Text(row[1], _STYLES[row[1]]), *row[2:])
-        failures = [Text(f"\n{failure}", overflow="fold") for failure in self.failures()]
-        return Group(table, Text(f"\n{self.summary}"), *failures)
+        return Group(table, Text(f"\n{self.summary}"))
 
     def to_json(self) -> str:
         outcomes = [dataclasses.asdict(outcome) for outcome in self.outcomes]
@@ -131,11 +129,7 @@ class Report:
                 failure.text = f"{outcome.message}\n{outcome.line}"
             elif outcome in idle:
                 ElementTree.SubElement(case, "skipped", message=f"{outcome.status}: {outcome.message}"[:200])
-        return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True)
+        return ElementTree.tostring(suite, encoding="us-ascii", xml_declaration=True).decode()
 
 
 COLUMNS = ("law", "result", "examples", "worst / budget", "seconds", "why")
-
-
-def has_rich() -> bool:
-    return importlib.util.find_spec("rich") is not None

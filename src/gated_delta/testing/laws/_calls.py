@@ -87,7 +87,7 @@ def defaults(subject, problem, argument):
         problem=some_problems(subject, lambda layout: layout.time > 1, at_most=1)
         if subject.capabilities.scale
         else "a scale is not offered",
-        scale=st.sampled_from([1.0, 0.3]),
+        scale=st.just(0.3),
     ),
 )
 def scale(subject, problem, scale):

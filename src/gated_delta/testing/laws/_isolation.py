@@ -201,7 +201,9 @@ def padding(subject, problem, rubbish):
     "A token with a zero key and zero gates does nothing: a row of fixed size may be filled up with them.",
     r"k_t = 0, \; g_t = e_t = w_t = 0 \;\Rightarrow\; S_t = S_{t-1}, \; \bar v_t = 0",
     lambda subject: and_then(
-        some_problems(subject, lambda layout: 32 < layout.time < 70, at_most=1),
+        "a log decay of 0 is not offered"
+        if not subject.capabilities.zero_decay
+        else some_problems(subject, lambda layout: layout.state and 32 < layout.time < 70, at_most=1),
         real=lambda problem: st.sampled_from(shorter(subject, problem)),
     ),
 )

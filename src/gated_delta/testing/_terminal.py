@@ -1,0 +1,114 @@
+"""`gated-delta check`: progress, tables and report files."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from gated_delta._backend import AbstractBackend
+from gated_delta._variant import MixerConfig, Variant
+
+from ._conformance import ConformanceError, ask, ask_law, check_variant
+from ._implementations import Implementation, implementation
+from ._own_step import OwnStep
+from ._report import Report
+from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Layer
+
+
+def _console() -> Console:
+    """As wide as the terminal; for a file or a pipe wide enough for the table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, 140))
+
+
+def list_laws():
+    console = _console()
+    for title, laws in (("operator", LAWS), ("layer", LAYER_LAWS), ("own step", STEP_LAWS)):
+        width = max(len(name) for name in laws)
+        console.print(f"[bold]{title}[/bold]")
+        for name, law in laws.items():
+            console.print(f"  {name:<{width}}  {law.claim}", highlight=False)
+
+
+def check(subjects: Sequence[Any], variants: Sequence[Variant] | None, options: Any) -> int:
+    """Print the report of every subject, write the files that were asked for, and give the exit code."""
+    console, reports = _console(), []
+    end = None if options.time_budget is None else time.monotonic() + options.time_budget
+    for index, subject in enumerate(subjects):
+        seconds = None if end is None else max(1.0, end - time.monotonic()) / (len(subjects) - index)
+        reports.append(_report(subject, variants, options, seconds, console))
+        console.print(reports[-1])
+        for failure in reports[-1].failures():
+            console.print(f"\n{failure}", soft_wrap=True, markup=False, highlight=False)
+    for path, text in ((options.json, _json(reports)), (options.junit, _junit(reports))):
+        if path is not None:
+            try:
+                Path(path).write_text(text, encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"{path} cannot be written: {error.strerror}") from error
+    return 0 if all(report.passed for report in reports) else 1
+
+
+def _report(
+    subject: Any, variants: Sequence[Variant] | None, options: Any, seconds: float | None, console: Console
+) -> Report:
+    shared: dict[str, Any] = dict(
+        only=options.only,
+        expected_failures=options.expected_failure,
+        max_examples=options.max_examples,
+        seed=options.seed,
+        time_budget=seconds,
+    )
+    is_new = isinstance(subject, (Variant, MixerConfig, Layer, OwnStep)) or hasattr(subject, "init_state")
+    columns = (
+        TextColumn("{task.fields[law]}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+    )
+    if not is_new and _is_interpreted(subject):
+        _say_how_long(implementation(subject), options, seconds, console)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        done: dict[str, float] = {}
+        laws = len(options.only or (LAYER_LAWS if is_new else LAWS))
+        task = bar.add_task("", total=laws, law="")
+
+        def progress(law: str, share: float):
+            done[law] = share
+            bar.update(task, total=max(laws, len(done)), completed=len(done) - 1 + share, law=law)
+
+        if is_new:
+            try:
+                return check_variant(subject, **shared, progress=progress)
+            except ConformanceError as error:
+                return error.report
+        return ask(implementation(subject), **shared, variants=variants, x64=options.x64, progress=progress)
+
+
+def _is_interpreted(subject: Any) -> bool:
+    return isinstance(subject, AbstractBackend) and bool(getattr(subject, "interpret", False))
+
+
+def _say_how_long(checked: Implementation, options: Any, seconds: float | None, console: Console):
+    """A kernel in an interpreter takes seconds for what others do in milliseconds."""
+    laws, begin = len(options.only or LAWS), time.monotonic()
+    ask_law(LAWS["shapes"], checked, max_examples=2, seed=options.seed, shrink=False)
+    minutes = (time.monotonic() - begin) / 2 * laws * options.max_examples / 60
+    if seconds is not None:
+        minutes = min(minutes, seconds / 60)
+    console.print(f"{checked.name} runs in an interpreter: up to {minutes:.0f} minutes for {laws} laws.")
+
+
+def _json(reports: Sequence[Report]) -> str:
+    return "[\n" + ",\n".join(report.to_json() for report in reports) + "\n]\n"
+
+
+def _junit(reports: Sequence[Report]) -> str:
+    declaration = "<?xml version='1.0' encoding='us-ascii'?>\n"
+    suites = "\n".join(report.to_junit().partition("\n")[2] for report in reports)
+    return f"{declaration}<testsuites>\n{suites}\n</testsuites>\n"

@@ -1,0 +1,342 @@
+"""Our backends and the laws of the toolkit, which are stated there once; and what the toolkit prints and refuses."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from xml.etree import ElementTree
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+
+from gated_delta import Chunked, Gates, Recurrent, gated_delta, variants
+from gated_delta.testing import (
+    LAWS,
+    LAYER_LAWS,
+    MEMBERS,
+    STEP_LAWS,
+    Capabilities,
+    ConformanceError,
+    Implementation,
+    RandomGates,
+    RandomProblem,
+    ask,
+    backends,
+    check_backend,
+    check_law,
+    expected,
+    fla_style,
+    implementation,
+    plain,
+    tokamax_style,
+)
+from gated_delta.testing._conformance import ask_law
+
+from .plain import Plain
+
+CHEAP = ["packing", "padding", "zero_length", "new_documents", "resume_documents", "determinism", "partial_losses"]
+"""Laws that no other file of ours asks, and that share their compiled programs. All: `make test-slow`."""
+
+
+@pytest.mark.parametrize("backend", backends(), ids=str)
+@pytest.mark.parametrize("law", CHEAP)
+def test_the_law_holds(backend, law):
+    outcome = ask_law(LAWS[law], implementation(backend), max_examples=settings.default.max_examples)
+    assert outcome.status == "passed", f"{outcome.message}\n  {outcome.line}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("backend", backends(), ids=str)
+def test_every_law_holds(backend, seed):
+    report = check_backend(backend, max_examples=50, seed=seed)
+    assert {o.law for o in report.outcomes if o.status == "not offered"} <= {"chunk_size"}
+
+
+# ---- laws ------------------------------------------------------------------------------------------------------------
+
+
+def test_every_law_has_a_claim_and_a_formula():
+    for name, law in {**LAWS, **LAYER_LAWS, **STEP_LAWS}.items():
+        assert law.name == name and law.claim.endswith(".") and len(law.formula) > 5, name
+        assert law.claim[0].isupper() and "\n" not in law.claim
+
+
+# ---- adapters: our own operator behind the signatures of others ------------------------------------------------------
+
+
+def in_plain(q, k, v, *, log_decay, beta, initial_state=None, segment_ids=None, num_segments=None, scale=None):
+    gates = Gates.tied(beta, log_decay, erase_max=2.0)
+    packing = dict(segment_ids=segment_ids, num_segments=num_segments)
+    return gated_delta(q, k, v, gates, initial_state=initial_state, scale=scale, **packing, backend=Recurrent())
+
+
+def in_fla(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None):
+    assert output_final_state and g.ndim == 4 and beta.ndim == 3
+    gates = Gates.tied(beta, g, erase_max=2.0)
+    packing = dict(cu_seqlens=cu_seqlens, initial_state=initial_state)
+    return gated_delta(q, k, v, gates, scale=scale, **packing, backend=Recurrent())
+
+
+def in_tokamax(query, key, value, gate, beta, *, a_log=None, lower_bound=None, use_gate_in_kernel=False, **options):
+    assert options.pop("output_final_state")
+    slots, ids = options.pop("max_num_segments", 1), options.pop("segment_ids", None)
+    state = options.pop("initial_state", None)
+    if use_gate_in_kernel:
+        gate = lower_bound / (1 + jnp.exp(-jnp.exp(a_log)[:, None, None, None] * gate))
+    q, k, v, gate = (jnp.moveaxis(x, 0, 2) for x in (query, key, value, gate))
+    ids = jnp.zeros(q.shape[:2], int) if ids is None else ids - 1
+    gates = Gates.tied(jnp.moveaxis(beta, 0, 2), gate)
+    packing = dict(segment_ids=ids, num_segments=slots, initial_state=state)
+    out, final = gated_delta(q, k, v, gates, **packing, **options, backend=Recurrent())
+    return jnp.moveaxis(out, 2, 0), final
+
+
+KDA_ONLY = dict(packing=("offsets",), padding=False, dtypes=("float32",))
+ADAPTED = {
+    "plain": plain(in_plain),
+    "fla": fla_style(in_fla, framework="jax", capabilities=Capabilities.of(variants.kda, **KDA_ONLY)),
+    "tokamax": tokamax_style(in_tokamax),
+    "tokamax with raw gates": tokamax_style(in_tokamax, lower_bound=-5.0),
+}
+
+
+@pytest.mark.parametrize("subject", ADAPTED.values(), ids=ADAPTED)
+def test_an_adapter_changes_no_number(subject):
+    report = ask(subject, only=["gradients", "shapes", "zero_length"], max_examples=2)
+    assert {outcome.status for outcome in report.outcomes} == {"passed"}, report
+
+
+def test_a_plain_functions_signature_says_what_it_offers():
+    offered = Capabilities.from_signature(in_plain)
+    assert offered.tied == (True,) and offered.erase == ("head",) and offered.write == ("one",)
+    assert offered.decay == ("head", "tile", "channel")  # it has no default, so it cannot be left out
+    assert offered.packing == ("ids", "slots") and offered.state and offered.scale
+    none = Capabilities.from_signature(lambda q, k, v: None)
+    assert none.decay == ("none",) and none.erase == ("none",) and none.packing == () and not none.state
+    assert implementation(lambda q, k, v: (v, None)).capabilities == none
+
+
+def test_a_numpy_function_has_no_gradients_and_is_told_so():
+    def cumulative(q, k, v):
+        states = np.cumsum(k[..., :, None] * v[..., None, :], axis=1)
+        return k.shape[-1] ** -0.5 * np.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
+
+    subject = plain(
+        cumulative,
+        framework="numpy",
+        capabilities=Capabilities.from_signature(
+            cumulative, gradients=False, grouped=False, dtypes=("float32",), contains=False, refuses=False
+        ),
+    )
+    report = ask(subject, max_examples=3, only=["recurrence", "gradients", "packing", "step", "causality"])
+    assert {o.law: o.status for o in report.outcomes} == {
+        "recurrence": "passed",
+        "gradients": "not offered",
+        "packing": "not offered",
+        "step": "not offered",
+        "causality": "passed",
+    }
+    assert [o.message for o in report.outcomes if o.status == "not offered"] == [
+        "gradients are not offered",
+        "packed documents are not offered",
+        "initial and final states are not offered",
+    ]
+
+
+# ---- capabilities ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        Capabilities(),
+        Capabilities.of(variants.kda),
+        Capabilities.of(variants.gdn, variants.gdn2, packing=("offsets",), padding=False),
+        Capabilities(decay=("channel",), erase=("channel",), write=("head",), tied=(False,), packing=()),
+        Capabilities(key_dims=(16,), value_dims=(8, 32), time_multiple=16, grouped=False, erase_max=1.0, state=False),
+        Capabilities(max_decay=5.0, dtypes=("bfloat16",)),
+    ],
+    ids=repr,
+)
+def test_only_what_is_offered_is_asked(offered):
+    layouts = offered.layouts()
+    assert 4 <= len(layouts) <= 20 and all(offered.why_not(layout) is None for layout in layouts)
+    assert any(layout.documents is not None for layout in layouts) == bool(offered.packing)
+    subject = plain(lambda **arrays: None, capabilities=offered)
+    for name in ("recurrence", "extreme_gates", "ill_conditioned_keys", "packing", "shapes", "large_launch", "resume"):
+        drawn = LAWS[name].cases(subject)
+        if isinstance(drawn, str):
+            continue
+
+        @settings(max_examples=20, database=None, phases=[Phase.generate])
+        @given(drawn)
+        def is_offered(case):
+            problem = case["problem"]
+            assert offered.why_not(problem) is None
+            assert offered.padding or problem.documents is None or (problem.segment_ids >= 0).all()
+
+        is_offered()
+
+
+def test_a_capability_that_is_no_tuple_of_known_words_is_refused():
+    with pytest.raises(TypeError, match=r"`Capabilities\(dtypes='float32'\)` must be a tuple of some of"):
+        Capabilities(dtypes="float32")
+    with pytest.raises(ValueError, match=r"`Capabilities\(decay=\('heads',\)\)` must be some of none, head, tile"):
+        Capabilities(decay=("heads",))
+    with pytest.raises(ValueError, match=r"needs at least one `Variant`"):
+        Capabilities.of()
+
+
+def test_what_is_left_out_is_said_of_a_problem():
+    problem = RandomProblem(group=2, gates=MEMBERS["kda"])
+    assert Capabilities().why_not(problem) is None
+    assert Capabilities(grouped=False).why_not(problem) == "grouped heads is not offered"
+    assert "gates of RandomGates(" in Capabilities.of(variants.gdn).why_not(problem)
+
+
+# ---- reports ---------------------------------------------------------------------------------------------------------
+
+
+def nearly(q, k, v, *, log_decay, beta, initial_state=None):
+    out, state = gated_delta(q, k, v, Gates.tied(beta, log_decay, erase_max=2.0), initial_state=initial_state)
+    return out * 1.001, state
+
+
+def test_a_failure_is_reported_with_the_line_that_repeats_it():
+    asked = dict(only=["recurrence", "state_layout", "packing"], max_examples=3)
+    with pytest.raises(ConformanceError, match=r"recurrence: `out` is off by .* times its budget") as error:
+        check_backend(nearly, **asked)
+    report = error.value.report
+    assert [o.status for o in report.outcomes] == ["failed", "failed", "not offered"] and not report.passed
+    line = report.outcomes[0].line
+    assert line.startswith('check_law("recurrence", nearly, problem=RandomProblem(')
+    names = {"check_law": check_law, "nearly": nearly, "RandomProblem": RandomProblem, "RandomGates": RandomGates}
+    with pytest.raises(AssertionError, match="`out` is off by"):
+        eval(line, names)
+    assert line in str(report) and "packed documents are not offered" in str(report)
+
+    read = json.loads(report.to_json())
+    assert read["name"] == "nearly" and read["passed"] is False and read["seed"] == 0
+    assert [o["law"] for o in read["outcomes"]] == asked["only"] and read["outcomes"][0]["line"] == line
+    suite = ElementTree.fromstring(report.to_junit())
+    assert suite.attrib["tests"] == "3" and suite.attrib["failures"] == "2" and suite.attrib["skipped"] == "1"
+    assert line in suite.find("testcase/failure").text
+
+    known = check_backend(nearly, **asked, expected_failures={"recurrence", "state_layout"})
+    assert known.passed and [o.status for o in known.outcomes][:2] == ["expected failure"] * 2
+
+
+def test_an_expected_failure_that_passes_is_a_failure():
+    with pytest.raises(ConformanceError, match=r"determinism: this law passes: take it out of `expected_failures`"):
+        check_backend(nearly, only=["determinism"], max_examples=2, expected_failures={"determinism"})
+
+
+def test_nothing_asked_is_nothing_passed():
+    with pytest.raises(ConformanceError, match="packed documents are not offered"):
+        check_backend(nearly, only=["packing"])
+
+
+def test_an_exception_is_a_failure_and_an_unimplemented_case_is_not():
+    def raises(q, k, v):
+        raise RuntimeError("no such tile")
+
+    def declines(q, k, v):
+        raise NotImplementedError("not on a Sunday")
+
+    crashed = ask(plain(raises), only=["recurrence"], max_examples=2).outcomes[0]
+    assert crashed.status == "failed" and crashed.message == "RuntimeError: no such tile"
+    declined = ask(plain(declines), only=["recurrence"], max_examples=2).outcomes[0]
+    assert declined.status == "not offered" and declined.message == "not on a Sunday"
+
+
+def test_what_cannot_be_checked_is_refused():
+    with pytest.raises(TypeError, match=r"A backend, such as `Recurrent\(\)`, a function or an `Implementation`"):
+        check_backend(Recurrent)
+    with pytest.raises(TypeError, match=r"can be checked, but 3 came"):
+        check_backend(3)
+    with pytest.raises(ValueError, match=r"There is no law 'recurence'\. The laws are: recurrence, gradients"):
+        check_backend(Recurrent(), only=["recurence"])
+    with pytest.raises(ValueError, match=r"in_tokamax offers no gate of these variants: nothing is left of decay"):
+        check_backend(tokamax_style(in_tokamax), variants=[variants.gdn])
+
+
+def test_a_budget_of_time_is_kept_and_said():
+    report = ask(implementation(Recurrent()), only=["recurrence", "gradients"], max_examples=10_000, time_budget=3)
+    assert report.seconds < 30 and all(o.status == "passed" and 0 < o.examples < 10_000 for o in report.outcomes)
+
+
+def test_a_seed_decides_what_is_drawn():
+    seen = []
+
+    def spy(arguments, cotangents):
+        seen.append(arguments["q"].tobytes())
+        return Plain()(arguments, cotangents)
+
+    runs = []
+    for seed in (1, 1, 2):
+        ask_law(LAWS["determinism"], Implementation("spy", Capabilities(), spy), max_examples=5, seed=seed)
+        runs.append(seen.copy())
+        seen.clear()
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_another_chunk_size_is_a_variation_of_the_chunked_backend():
+    assert set(implementation(Chunked(32)).variations) == {
+        *(str(Chunked(size)) for size in (16, 64, 128)),
+        str(Chunked(32, residuals="all")),
+        str(Chunked(32, residuals="none")),
+    }
+
+
+# ---- in somebody's own project ---------------------------------------------------------------------------------------
+
+PROJECT = {
+    "my_kernel.py": """
+        import numpy as np
+
+        def run(q, k, v, *, beta):
+            "DeltaNet, token by token."
+            q, k, beta = (np.repeat(x, v.shape[2] // x.shape[2], axis=2) for x in (q, k, beta))
+            state, out = np.zeros((v.shape[0], v.shape[2], k.shape[-1], v.shape[-1])), np.zeros(v.shape)
+            for t in range(v.shape[1]):
+                error = beta[:, t] * (v[:, t] - np.einsum("bhkv,bhk->bhv", state, k[:, t]))
+                state = state + k[:, t][..., None] * error[..., None, :]
+                out[:, t] = np.einsum("bhkv,bhk->bhv", state, q[:, t])
+            return out.astype(v.dtype), state.astype(np.float32)
+        """,
+    "test_my_kernel.py": """
+        from gated_delta.testing import Capabilities, conformance_suite, plain
+        import my_kernel
+
+        offered = Capabilities.from_signature(my_kernel.run, gradients=False, dtypes=("float32",), refuses=False)
+        subject = plain(my_kernel.run, framework="numpy", capabilities=offered)
+        laws = ["recurrence", "causality", "packing", "defaults", "state_layout", "determinism"]
+        test_mine = conformance_suite(subject, only=laws, max_examples=5, expected_failures={"recurrence"})
+        both = dict(only=["recurrence", "causality"], max_examples=5)
+        test_strict = conformance_suite(subject, **both, expected_failures={"causality"})
+        """,
+}
+
+
+def test_one_line_gives_a_test_for_each_law_in_a_project_of_ones_own(tmp_path):
+    """The kernel forgets the scale of the query."""
+    for name, text in PROJECT.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    options = ["-q", "-rA", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "2 failed, 2 passed, 3 skipped, 1 xfailed" in done.stdout, done.stdout
+    assert "PASSED test_my_kernel.py::test_mine[causality]" in done.stdout
+    assert "packed documents are not offered" in done.stdout
+    assert 'check_law("recurrence", run, problem=RandomProblem(' in done.stdout
+    assert "this law passes: take it out of `expected_failures`" in done.stdout
+
+
+def test_expected_is_what_the_laws_compare_with():
+    problem = RandomProblem(time=3, gates=MEMBERS["kda"], state=True)
+    assert check_law("recurrence", Recurrent(), problem=problem) <= 1
+    assert set(expected(problem)) >= {"out", "final_state", "d_q"}
