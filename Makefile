@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall test test-thorough test-slow test-smoke lint types docs dist bench hooks clean
+.PHONY: help demo recall test test-thorough test-slow test-smoke lint types docs dist bench conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -70,6 +70,10 @@ bench: ## time forward + backward on one CPU core beside maxtext's (installed fr
 	$(install) bench
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh maxtext
 	@$(python) benchmarks/bench_op.py --peer-python .venv-maxtext/bin/python $(ARGS)
+
+conformance-peers: ## ask what others wrote for our laws, and write the table of docs/conformance.md (about 20 minutes; Python 3.12)
+	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
+	@PYTHONPATH=src JAX_PLATFORMS=cpu .venv-conformance/bin/python scripts/conformance_peers.py $(ARGS)
 
 hooks: ## run `make lint types` before every commit
 	$(install) dev test

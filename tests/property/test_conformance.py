@@ -1,9 +1,11 @@
 """Our backends and the laws of the toolkit, which are stated there once; and what the toolkit prints and refuses."""
 
 import json
+import runpy
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 from xml.etree import ElementTree
 
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ from gated_delta.testing._conformance import ask_law
 
 from .plain import Plain
 
+ROOT = Path(__file__).resolve().parents[2]
 CHEAP = ["packing", "padding", "zero_length", "new_documents", "resume_documents", "determinism", "partial_losses"]
 """Laws that no other file of ours asks, and that share their compiled programs. All: `make test-slow`."""
 
@@ -62,6 +65,11 @@ def test_every_law_has_a_claim_and_a_formula():
     for name, law in {**LAWS, **LAYER_LAWS, **STEP_LAWS}.items():
         assert law.name == name and law.claim.endswith(".") and len(law.formula) > 5, name
         assert law.claim[0].isupper() and "\n" not in law.claim
+
+
+def test_the_page_of_laws_is_up_to_date():
+    written = runpy.run_path(str(ROOT / "scripts" / "write_laws.py"))
+    assert written["PAGE"].read_text(encoding="utf-8") == written["page"](), "run `python scripts/write_laws.py`"
 
 
 # ---- adapters: our own operator behind the signatures of others ------------------------------------------------------

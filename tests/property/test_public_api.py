@@ -37,6 +37,7 @@ TOOLKIT = {
     "pullback",
     "relative_error",
     "segment_ids",
+    "variants",
 }
 LEVELS = {
     0: ["_types"],
@@ -133,7 +134,7 @@ def test_the_toolkit_is_exported_and_documented():
     for name in TOOLKIT:
         value = getattr(gated_delta.testing, name)
         assert inspect.getdoc(value), name
-        if name in ("gates", "keys", "lengths", "problems", "segment_ids"):
+        if name in ("gates", "keys", "lengths", "problems", "segment_ids", "variants"):
             kinds = {parameter.kind for parameter in inspect.signature(value).parameters.values()}
             assert kinds == {inspect.Parameter.KEYWORD_ONLY}, f"{name} takes keywords only"
 

@@ -11,6 +11,7 @@ from hypothesis import Phase, find, given, settings
 from hypothesis.vendor.pretty import pretty
 
 import gated_delta.testing
+from gated_delta import Variant
 from gated_delta.testing import (
     DECAY_FAMILIES,
     KEY_FAMILIES,
@@ -25,6 +26,7 @@ from gated_delta.testing import (
     lengths,
     problems,
     segment_ids,
+    variants,
 )
 
 
@@ -164,7 +166,16 @@ def test_drawn_gates_and_keys_can_be_built():
     assert all(made.erase == "none" and not made.tied for made in draws(gates(erase=["none"])))
 
 
+def test_variants_are_records_of_every_kind():
+    drawn = draws(variants(), 300)
+    assert {v.decay for v in drawn} == {"none", "head", "tile", "channel"}
+    assert {(v.erase, v.tied) for v in drawn} >= {("none", False), ("head", True), ("head", False), ("channel", False)}
+    assert {v.write for v in drawn} == {"one", "head", "channel"} and {v.decay_owner for v in drawn} == {"key", "value"}
+    assert all(v.tied for v in draws(variants(erase=["head"], tied=[True])))
+
+
 def test_everything_shrinks_to_the_least():
+    assert smallest(variants()) == Variant("none", decay_owner="key", erase="none", write="one", tied=False)
     assert smallest(problems()) == RandomProblem(gates=RandomGates(log_decays="zero"))
     assert smallest(keys()) == RandomKeys()
     assert smallest(gates()) == RandomGates(log_decays="zero")

@@ -44,6 +44,7 @@ from ._strategies import keys as keys
 from ._strategies import lengths as lengths
 from ._strategies import problems as problems
 from ._strategies import segment_ids as segment_ids
+from ._strategies import variants as variants
 from .laws import LAWS as LAWS
 from .laws import LAYER_LAWS as LAYER_LAWS
 from .laws import STEP_LAWS as STEP_LAWS

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gated_delta._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity
+from gated_delta._variant import Variant
 
 from ._random import (
     DECAY_FAMILIES,
@@ -103,6 +104,33 @@ def gates(
         )
 
     return draw_gates()
+
+
+def variants(
+    *,
+    decay: Sequence[DecayGranularity] = ("none", "head", "tile", "channel"),
+    erase: Sequence[EraseGranularity] = ("none", "head", "channel"),
+    write: Sequence[WriteGranularity] = ("one", "head", "channel"),
+    owner: Sequence[Owner] = ("key", "value"),
+    tied: Sequence[bool] = (False, True),
+    erase_max: Sequence[float] = (1.0, 2.0),
+) -> st.SearchStrategy[Variant]:
+    """A record of any of the granularities, owners, ties and promises given; shrinks to the first of each."""
+
+    @st.composite
+    def draw_variant(draw):
+        made = draw(gates(decay=decay, erase=erase, write=write, owner=owner, tied=tied, erase_max=erase_max))
+        return Variant(
+            decay=made.decay,
+            decay_tiles=made.decay_tiles if made.decay == "tile" else None,
+            decay_owner=made.owner,
+            erase=made.erase,
+            write="head" if made.tied else made.write,
+            tied=made.tied,
+            erase_max=made.erase_max,
+        )
+
+    return draw_variant()
 
 
 def lengths(
