@@ -73,6 +73,7 @@ bench: ## time forward + backward on one CPU core beside maxtext's (installed fr
 
 conformance-peers: ## ask what others wrote for our laws, and write the table of docs/conformance.md (about 20 minutes; Python 3.12)
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
+	@.venv-conformance/bin/python -m pip install -q --no-deps atomic-ops==0.2.0
 	@PYTHONPATH=src JAX_PLATFORMS=cpu .venv-conformance/bin/python scripts/conformance_peers.py $(ARGS)
 
 hooks: ## run `make lint types` before every commit
