@@ -66,7 +66,11 @@ def causality(subject, problem, cut):
         until = slice(None) if name == "d_initial_state" else (slice(None), slice(cut + 1))
         same_bits(second[name][until], x[until], f"`{name}` until token {cut}, where later tokens differ,")
         if name.startswith("d_") and name != "d_initial_state" and x[:, cut + 1 :].any():
-            raise AssertionError(f"`{name}` after token {cut} must be 0: nothing reads those tokens. {problem!r}")
+            largest = np.abs(x[:, cut + 1 :]).max()
+            raise AssertionError(
+                f"`{name}` after token {cut} must be 0, for nothing reads those tokens, but it is up to {largest:.2g}. "
+                f"Problem: {problem!r}"
+            )
     return 0.0
 
 

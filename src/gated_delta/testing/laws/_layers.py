@@ -20,6 +20,7 @@ from gated_delta.testing._strategies import segment_ids
 from ._law import Law, cases, law, same_bits
 
 LAYER_LAWS: dict[str, Law] = {}
+"""Every law of layers by its name, in the order in which they are asked."""
 BATCH, TIME, DOCUMENTS = 2, 21, 3
 BUDGET = 1e-5
 """Relative RMS: that of the operator in float32."""

@@ -17,6 +17,7 @@ from gated_delta.testing._run import GATES, quick_jit
 from ._law import Law, agree, cases, law, same_bits
 
 STEP_LAWS: dict[str, Law] = {}
+"""Every law of an own step by its name, in the order in which they are asked."""
 _SEEDS = st.integers(0, 999)
 _DECAYS = st.sampled_from(["mild", "bounded", "zero"])
 
