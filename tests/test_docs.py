@@ -2,7 +2,9 @@
 
 import pathlib
 import re
+import sys
 
+import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -12,15 +14,18 @@ BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_of_a_page_runs(page):
+def test_the_code_of_a_page_runs(page, monkeypatch):
     text = page.read_text()
     for module in OPTIONAL:
         if f"from {module} import" in text:
             pytest.importorskip(module, reason=f"{page.name} needs {module}, which is in the `docs` extra alone")
     names = {"__name__": "__docs__"}
-    for block in BLOCK.finditer(text):
-        line = text.count("\n", 0, block.start(1))
-        exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    with jax.numpy_dtype_promotion("standard"):  # as for a reader
+        for block in BLOCK.finditer(text):
+            line = text.count("\n", 0, block.start(1))
+            exec(compile("\n" * line + block.group(1), str(page), "exec"), names)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
