@@ -1,6 +1,7 @@
 """What every backend receives (`Problem`) and what a backend is (`AbstractBackend`)."""
 
 import abc
+from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ class Problem(eqx.Module):
     `owners` are the heads that own a state: the key heads, each with the values of its whole group side by side
     (`width = group * value_dim`), or, where a gate is given per value head, the value heads (`width = value_dim`).
     Either way owner `g` reads key head `g // (owners / key_heads)`. Padding tokens hold zero vectors and zero gates,
-    so they do nothing. All arrays are finite. Log decays lie in `[log_decay_floor, 0]`.
+    so they do nothing. Unless the backend `contains` what is not finite, all arrays are finite and log decays lie in
+    `[log_decay_floor, 0]`.
 
     **Attributes:**
 
@@ -27,6 +29,7 @@ class Problem(eqx.Module):
     - `initial_state`: one per slot in the accumulation dtype; `None` for zeros.
     - `packing`: `None` where every row is one document.
     - `scale`: multiplies every output.
+    - `group`: values of how many heads lie side by side in an owner's `width`.
     - `inverse`, `precision`, `erase_max`, `log_decay_min`: see `gated_delta` and `Gates`.
     """
 
@@ -40,6 +43,7 @@ class Problem(eqx.Module):
     packing: Packing | None
     scale: float | Float[Array, ""]
     tied: bool = eqx.field(static=True)
+    group: int = eqx.field(static=True)
     slots: int = eqx.field(static=True)
     inverse: str = eqx.field(static=True)
     precision: str | None = eqx.field(static=True)
@@ -64,7 +68,13 @@ Result = tuple[Float[Array, "batch time owners width"], Float[Array, "batch slot
 
 
 class AbstractBackend(eqx.Module):
-    """A way to run the operator. What it changes is speed and memory, never the numbers beyond rounding."""
+    """A way to run the operator. What it changes is speed and memory, never the numbers beyond rounding.
+
+    - `contains`: whether the backend itself limits log decays (`limit_log_decay`) and keeps a token that is not finite
+        to its own document and heads. Else it is given clean problems, and what is spoiled is marked afterwards.
+    """
+
+    contains: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, problem: Problem) -> Result:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from ._backend import AbstractBackend, Problem, Result, entry_state
 from ._chunk_layout import ChunkLayout, lay_out
+from ._heads import Columns
 from ._tile import Arithmetic, Tile, chunk_step
 from ._types import CHUNK_SIZES, no_type_check
 
@@ -101,8 +102,17 @@ def _tiles(problem: Problem, layout: ChunkLayout, size: int) -> Tile:
         x = layout.lay(x).reshape(x.shape[0], layout.chunks, size, *x.shape[2:])
         return jnp.transpose(x, (1, 0, 3, 2, 4))
 
-    write = problem.erase if problem.tied else problem.write
-    log_decay, erase, write = (None if x is None else cut(x) for x in (problem.log_decay, problem.erase, write))
+    def gate(x, dim):
+        if x is None:
+            return None
+        if x.shape[3] == dim > 1:
+            return cut(x)
+        columns = layout.lay(x).reshape(x.shape[0], layout.chunks, size, -1)
+        return Columns(jnp.swapaxes(columns, 0, 1), x.shape[3])
+
+    key_dim, width = problem.k.shape[3], problem.v.shape[3]
+    log_decay, erase = gate(problem.log_decay, key_dim), gate(problem.erase, key_dim)
+    write = gate(problem.erase if problem.tied else problem.write, width)
     document = layout.document
     if document is not None:
         document = jnp.swapaxes(document.reshape(-1, layout.chunks, 1, 1, size), 0, 1)

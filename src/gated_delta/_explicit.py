@@ -1,7 +1,7 @@
 """Meshes with explicit axes, where the type of every array says how it is sharded."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.sharding import AxisType
@@ -23,4 +23,5 @@ def with_automatic_axes(run: Callable, arrays: Any, v: Any, states: tuple[str, .
     spec = (*jax.typeof(v).sharding.spec, *(None,) * 4)[:4] if isinstance(v, jax.Array) else (None,) * 4
     rows, _, heads, dim = spec
     leading = (rows if name == "batch" else None for name in states)
-    return jax.sharding.auto_axes(run, out_sharding=(P(*spec), P(*leading, heads, None, dim)))(arrays)
+    sharding = (P(*spec), P(*leading, heads, None, dim))
+    return cast(tuple[Any, Any], jax.sharding.auto_axes(run, out_sharding=sharding)(arrays))

@@ -1,76 +1,100 @@
 """Tokens that are not finite: taken out before any product, and marked on everything they spoil afterwards."""
 
-from typing import Any
+import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
 
+from ._backend import Problem, Result
+from ._gates import limit_log_decay
 from ._packing import Packing
-from ._types import accumulation_dtype, operand_dtype, spread_heads
+from ._types import spread_heads
 
 
-def contain(
-    arrays: dict, initial_state, packing: Packing | None, slots: int, tied: bool
-) -> tuple[dict, Any, Array, Array]:
-    """Take every token that is not finite out of the problem, and say which outputs and states it spoils.
+def contained(run: Callable[[Problem], Result], problem: Problem) -> Result:
+    """`run(problem)` where every token that is not finite spoils its own document and heads only.
 
-    A token with a non-finite query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a
-    value, a value times its write gate or a value-owned gate for its own head. Marking the followers is then a select,
-    so nothing leaks, in gradients neither.
+    A token with a bad query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a value, or
+    a value times its write gate, for its own head. Marking the followers is then a select, so nothing leaks, in
+    gradients neither. Log decays come limited to `run`.
     """
-    k, v = arrays["k"], arrays["v"]
-    key_heads, value_heads = k.shape[2], v.shape[2]
+    batch, _, owners, _ = problem.v.shape
+    key_heads, group = problem.k.shape[2], problem.group
+    dtype = problem.accumulation
 
-    def finite(x, axis=-1):
-        return jnp.all(jnp.isfinite(x), axis=axis)
+    def finite(x):
+        return jnp.all(jnp.isfinite(x), axis=-1)
 
-    dtype = accumulation_dtype(operand_dtype(*(arrays[name].dtype for name in ("q", "k", "v"))))
-    by_key = _has_finite_norm(k.astype(dtype)) & finite(arrays["q"])
-    by_value = finite(v)
-    write = arrays["erase"] if tied else arrays["write"]
+    def has_finite_norm(x):
+        return jnp.isfinite(jnp.sum(jnp.square(x.astype(dtype)), axis=-1))
+
+    by_key = has_finite_norm(problem.k) & finite(problem.q)
+    by_owner = spread_heads(by_key, owners, axis=2)
+    if problem.log_decay is not None:
+        by_owner = by_owner & finite(jnp.where(problem.log_decay == -jnp.inf, 0, problem.log_decay))
+    if problem.erase is not None:
+        keys = spread_heads(problem.k, owners, axis=2).astype(dtype)
+        by_owner = by_owner & has_finite_norm(problem.erase.astype(dtype) * keys)
+    if key_heads == owners:
+        by_key = by_owner
+    values = _by_head(problem.v, group)
+    by_head = by_owner[..., None] & finite(values)
+    write = problem.erase if problem.tied else problem.write
     if write is not None:
-        by_value = by_value & finite(spread_heads(write, value_heads, axis=2).astype(dtype) * v.astype(dtype))
-    for name in ("log_decay", "erase", "write"):
-        gate = arrays[name]
-        if gate is None:
-            continue
-        if name == "erase":
-            fine = _has_finite_norm(gate.astype(dtype) * spread_heads(k, gate.shape[2], axis=2).astype(dtype))
-        else:
-            fine = finite(jnp.where(gate == -jnp.inf, 0, gate) if name == "log_decay" else gate)
-        if gate.shape[2] == key_heads:
-            by_key = by_key & fine
-        else:
-            by_value = by_value & fine
-    fine = {key_heads: by_key, value_heads: by_value & spread_heads(by_key, value_heads, axis=2)}
-    bad = ~fine[value_heads]
-    if key_heads == value_heads:
-        fine = {value_heads: ~bad}
-    clean = {name: None if x is None else jnp.where(fine[x.shape[2]][..., None], x, 0) for name, x in arrays.items()}
+        gate = write[..., None] if write.shape[-1] == 1 else _by_head(write, group)
+        by_head = by_head & finite(gate.astype(dtype) * values.astype(dtype))
 
-    bad_state = jnp.zeros((k.shape[0], slots, value_heads), bool)
-    if initial_state is not None:
-        bad_state = ~jnp.all(jnp.isfinite(initial_state), axis=(-2, -1))
-        initial_state = jnp.where(bad_state[..., None, None], 0, initial_state)
-    spoiled, spoiled_state = _spread_damage(bad, bad_state, packing)
-    return clean, initial_state, spoiled, spoiled_state
+    def keep(x, fine):
+        return None if x is None else jnp.where(fine[..., None], x, 0)
+
+    log_decay = keep(problem.log_decay, by_owner)
+    log_decay = None if log_decay is None else limit_log_decay(log_decay)
+    clean = dataclasses.replace(
+        problem,
+        q=keep(problem.q, by_key),
+        k=keep(problem.k, by_key),
+        v=jnp.where(by_head[..., None], values, 0).reshape(problem.v.shape),
+        log_decay=log_decay,
+        erase=keep(problem.erase, by_owner),
+        write=problem.write if problem.write is None else _keep_write(problem.write, by_owner, by_head),
+    )
+    lost = jnp.zeros((batch, problem.slots, owners, group), bool)
+    if problem.initial_state is not None:
+        state = _by_head(problem.initial_state, group)
+        lost = ~jnp.all(jnp.isfinite(state), axis=(-3, -1))
+        state = jnp.where(lost[..., None, :, None], 0, state).reshape(problem.initial_state.shape)
+        clean = dataclasses.replace(clean, initial_state=state)
+
+    out, state = run(clean)
+    spoiled, spoiled_state = _spread_damage(~by_head, lost, problem.packing)
+    out = jnp.where(spoiled[..., None], jnp.nan, _by_head(out, group)).reshape(out.shape)
+    marked = jnp.where(spoiled_state[..., None, :, None], jnp.nan, _by_head(state, group))
+    return out, marked.reshape(state.shape)
 
 
-def _has_finite_norm(x):
-    return jnp.isfinite(jnp.sum(jnp.square(x), axis=-1))
+def _by_head(x, group: int):
+    """The last axis by the heads whose values stand side by side in it."""
+    return x.reshape(*x.shape[:-1], group, x.shape[-1] // group)
 
 
-def _spread_damage(bad, bad_state, packing):
-    """Bad tokens `[batch, time, heads]` and bad initial states `[batch, slots, heads]` to all that they spoil."""
-    time = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None]
+def _keep_write(write, by_owner, by_head):
+    if write.shape[-1] == 1:
+        return jnp.where(by_owner[..., None], write, 0)
+    return jnp.where(by_head[..., None], _by_head(write, by_head.shape[-1]), 0).reshape(write.shape)
+
+
+def _spread_damage(bad, lost, packing: Packing | None):
+    """Bad tokens `[batch, time, owners, group]` and lost initial states `[batch, slots, owners, group]` to all that
+    they spoil."""
+    time = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None, None]
     latest = lax.cummax(jnp.where(bad, time, -1), axis=1)
     if packing is None or packing.slot is None:
         begins = jnp.zeros((1, 1), jnp.int32) if packing is None else packing.first_token
         entered = begins == 0 if packing is None else packing.document == 0
-        spoiled = (latest >= begins[..., None]) | (entered[..., None] & bad_state)
+        spoiled = (latest >= begins[..., None, None]) | (entered[..., None, None] & lost)
         return spoiled, spoiled[:, -1:]
     rows = jnp.arange(bad.shape[0])[:, None]
-    begun = bad_state.at[rows, packing.slot].get(mode="fill", fill_value=False)
-    spoiled = (latest >= packing.first_token[..., None]) | begun
-    return spoiled, bad_state.at[rows, packing.slot].max(spoiled, mode="drop")
+    begun = lost.at[rows, packing.slot].get(mode="fill", fill_value=False)
+    spoiled = (latest >= packing.first_token[..., None, None]) | begun
+    return spoiled, lost.at[rows, packing.slot].max(spoiled, mode="drop")

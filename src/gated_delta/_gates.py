@@ -110,5 +110,5 @@ def log_decay_floor(dtype) -> float:
 def limit_log_decay(log_decay: Float[Array, "..."]) -> Float[Array, "..."]:
     """Into `[log_decay_floor, 0]`, with zero gradient outside and the full gradient at exactly 0."""
     floor = log_decay_floor(log_decay.dtype)
-    limited = jnp.where(log_decay > 0, jnp.zeros_like(log_decay), log_decay)
-    return jnp.where(limited < floor, jnp.full_like(limited, floor), limited)
+    above = jnp.where(log_decay < floor, jnp.full_like(log_decay, floor), log_decay)
+    return jnp.where(log_decay > 0, 0 * log_decay, above)  # NaN for infinity

@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float
 from ._backend import AbstractBackend, Problem
 from ._dispatch import Explanation, choose, explain_problem
 from ._explicit import is_sharded_explicitly, with_automatic_axes
-from ._finite import contain
-from ._gates import Gates, limit_log_decay
+from ._finite import contained
+from ._gates import Gates
 from ._packing import check_packing
 from ._recurrent import Recurrent
 from ._types import (
@@ -119,11 +119,11 @@ def gated_delta(
     return run(arrays)
 
 
-@jax.jit
+@eqx.filter_jit
 def _execute(backend: AbstractBackend, call: "_Call"):
     """Under `jit` by itself, because a call outside `jit` would else compile its loop over chunks anew every time."""
     assert call.problem is not None
-    return call.finish(backend(call.problem))
+    return call.finish(backend(call.problem) if backend.contains else contained(backend, call.problem))
 
 
 @no_type_check
@@ -210,8 +210,6 @@ class _Call(eqx.Module):
     out_shape: tuple[int, ...] = eqx.field(static=True)
     state_shape: tuple[int, ...] = eqx.field(static=True)
     real: Bool[Array, "batch time"] | None
-    spoiled: Bool[Array, "batch time value_heads"] | None
-    spoiled_state: Bool[Array, "batch slots value_heads"] | None
     initial_state: Float[Array, "..."] | None
     state_dtype: Any = eqx.field(static=True)
 
@@ -228,9 +226,6 @@ class _Call(eqx.Module):
         batch, slots, owners, key_dim, width = state.shape
         state = state.reshape(batch, slots, owners, key_dim, self.group, width // self.group)
         state = jnp.swapaxes(state, 3, 4).reshape(batch, slots, owners * self.group, key_dim, width // self.group)
-        if self.spoiled is not None and self.spoiled_state is not None:
-            out = jnp.where(self.spoiled[..., None], jnp.nan, out)
-            state = jnp.where(self.spoiled_state[..., None, None], jnp.nan, state)
         if self.real is not None:
             out = jnp.where(self.real[..., None, None], out, 0)
         return out.astype(self.dtype), state.reshape(self.state_shape)
@@ -269,7 +264,7 @@ def _prepare(
         group=group, dtype=v.dtype, out_shape=v.shape, state_shape=state_shape, real=real, state_dtype=dtype
     )
     if time == 0 or batch == 0 or slots == 0:
-        return _Call(None, spoiled=None, spoiled_state=None, initial_state=initial_state, **call)
+        return _Call(None, initial_state=initial_state, **call)
 
     log_decay = None if log_decay is None else log_decay.astype(dtype)
     erase, write = (None if x is None else x.astype(_at_least(x.dtype, operand)) for x in (erase, write))
@@ -277,9 +272,6 @@ def _prepare(
     arrays |= {"log_decay": log_decay, "erase": erase, "write": write}
     if initial_state is not None:
         initial_state = initial_state.reshape(batch, slots, *state_shape[-3:])
-    arrays, initial_state, spoiled, spoiled_state = contain(arrays, initial_state, packing, slots, gates.is_tied)
-    if arrays["log_decay"] is not None:
-        arrays["log_decay"] = limit_log_decay(arrays["log_decay"])
     if initial_state is not None:
         state = initial_state.reshape(batch, slots, owners, group, key_dim, value_dim)
         initial_state = jnp.swapaxes(state, 3, 4).reshape(batch, slots, owners, key_dim, group * value_dim)
@@ -294,13 +286,14 @@ def _prepare(
         packing=packing,
         scale=scale,
         tied=gates.is_tied,
+        group=group,
         slots=slots,
         inverse=inverse,
         precision=precision,
         erase_max=gates.erase_max,
         log_decay_min=gates.log_decay_min,
     )
-    return _Call(problem, spoiled=spoiled, spoiled_state=spoiled_state, initial_state=None, **call)
+    return _Call(problem, initial_state=None, **call)
 
 
 def _at_least(dtype, operand):

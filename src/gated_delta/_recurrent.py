@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states
-from ._tile import widen
+from ._heads import widen
 from ._types import no_type_check, spread_heads
 
 

@@ -1,37 +1,47 @@
 r"""The mathematics of one chunk, written once: used by the XLA backend, by the Pallas bodies and by their backward
 passes.
 
-Arrays are `[*heads, chunk, dim]`; every function advances all heads by one stage before the next stage begins, because
-a matrix unit is filled by independent products that stand side by side in the program. Owners of a state (`owners`)
-are the key heads or, where gates are given per value head, the value heads; `q` and `k` stay per key head as long as
-that is exact.
+Functions advance all heads by one stage before the next stage begins (see `_heads`). Owners of a state (`owners`) are
+the key heads or, where gates are given per value head, the value heads; `q` and `k` stay per key head as long as that
+is exact.
 
 For one head with entry state $H$, rows $i, j$ of the chunk, $e = \mathrm{erase} \odot k$, $z = \mathrm{write} \odot v$
 and $\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over key channels):
 
     P_ij = (e_i * Gamma_ij) . k_j   for i > j            scores of erase keys against keys
     F_ij = (q_i * Gamma_ij) . k_j   for i >= j           scores of queries against keys
-    M    = (I + P)^-1                                    unit lower triangular
-    Y    = M (e * Gamma_i,start)     U = M z             the UT transform: corrections are U - Y H
-    D    = U - Y H                                       what each token writes
+    D    = (I + P)^-1 (z - (e * Gamma_i,start) H)        what each token writes
     O    = (q * Gamma_i,start) H + F D
     H'   = Gamma_end,start * H + (k * Gamma_end,i)^T D
 
-Every exponent is formed as a sum of its own tokens and is at most 0. Nothing is ever divided by a decay, so no gate is
-too strong, and a row never sees a gate that comes after it.
+Every exponent is a sum of its own tokens and at most 0, but for two short cuts with bfloat16 operands that say their
+error.
+Nothing is ever divided by a decay, so no gate is too strong, and a row never sees a gate that comes after it.
 """
 
 import dataclasses
 import functools
-from typing import NamedTuple, cast
+import math
+from typing import Any, Literal, NamedTuple, cast
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
+from ._heads import Columns, Heads, count, each, first, side_by_side, spread
 from ._types import accumulation_dtype
+
+SOLVED = 64
+"""Rows of the diagonal blocks of a chunk whose inverses are formed; longer chunks are solved block by block."""
+
+NEAR = 32
+"""Rows of the blocks within which a bfloat16 kernel may measure decays from the block's start."""
+
+FAR = -160.0
+"""The smallest sum of log decays over such a block for which it does: half of it, either way, is an exponent that
+float32 holds."""
 
 
 class Arithmetic(NamedTuple):
@@ -41,33 +51,44 @@ class Arithmetic(NamedTuple):
     - `precision`: of products whose operands are float32, in `jax.lax.Precision`'s words; `None` is `"highest"`.
     - `inverse`: `"exact"`, `"approx"`, `"substitution"` or `"truncated:m"`.
     - `erase_max`: the promise of `Gates`.
+    - `near`: how key channels with decays of their own are treated within a block of `NEAR` rows. `"safe"`: right for
+        any decay. `"cheap"`: right where no sum of decays over a block is below `FAR`. `"selected"`: row by row the
+        cheap one where it is right. The last two only with bfloat16 operands, whose rounding is larger than what they
+        lose.
     """
 
     operand: str
     precision: str | None = None
     inverse: str = "exact"
     erase_max: float = 1.0
+    near: Literal["safe", "cheap", "selected"] = "safe"
 
     @property
     def accumulation(self):
         return accumulation_dtype(self.operand)
 
+    @property
+    def is_rounding(self) -> bool:
+        return self.operand == "bfloat16"
+
 
 class Tile(eqx.Module):
     """One chunk's inputs; `log_decay` in the accumulation dtype. Queries are not scaled: a backend scales its outputs.
 
-    `document` numbers the documents within the tile's row (`None`: the tile is inside one document) and `entry` is the
-    number of the document that the entering state belongs to.
+    - `q`, `k`: `[chunk, key_dim]` of every key head; `v`: `[chunk, width]` of every owner.
+    - `log_decay`, `erase`, `write`: `Columns`, or as wide as their vector for every owner, or `None`.
+    - `document`: `[*rows, 1, 1, chunk]`, in a kernel `[1, chunk]`: numbers of the documents within the tile's row;
+        `None`: the tile is inside one document. `entry`: number of the document that the entering state belongs to.
     """
 
-    q: Float[Array, "*heads chunk key_dim"]
-    k: Float[Array, "*heads chunk key_dim"]
-    v: Float[Array, "*owners chunk width"]
-    log_decay: Float[Array, "*owners chunk groups"] | None
-    erase: Float[Array, "*owners chunk erase_dim"] | None
-    write: Float[Array, "*owners chunk write_dim"] | None
-    document: Int[Array, "*rows 1 1 chunk"] | None = None
-    entry: Int[Array, "*rows 1 1 1"] | None = None
+    q: Heads
+    k: Heads
+    v: Heads
+    log_decay: Columns | Heads | None
+    erase: Columns | Heads | None
+    write: Columns | Heads | None
+    document: Int[Array, "..."] | None = None
+    entry: Int[Array, "..."] | None = None
 
 
 class Shared(eqx.Module):
@@ -79,24 +100,33 @@ class Shared(eqx.Module):
     - `overflow`, `misread`: rows of values and erase keys, of scores, that overflowed. `Factors` holds zeros there.
     """
 
-    same: Bool[Array, "*rows 1 chunk chunk"]
-    enters: Bool[Array, "*rows 1 chunk 1"]
-    stays: Bool[Array, "*rows 1 chunk 1"]
-    carries: Bool[Array, "*rows 1 1 1"]
-    overflow: Bool[Array, "*owners chunk 1"]
-    misread: Bool[Array, "*owners chunk 1"] | None = None
+    same: Bool[Array, "*rows chunk chunk"]
+    enters: Bool[Array, "*rows chunk 1"]
+    stays: Bool[Array, "*rows chunk 1"]
+    carries: Bool[Array, "*rows 1 1"]
+    overflow: Heads = None
+    misread: Heads = None
 
 
 class Factors(eqx.Module):
-    """What a chunk does to any state that enters it. `None` stands for zero (`erase_keys`) and for one (`decay`)."""
+    """What a chunk does to any state that enters it, for every owner.
 
-    queries: Float[Array, "*owners chunk key_dim"]
-    keys: Float[Array, "*owners chunk key_dim"]
-    scores: Float[Array, "*owners chunk chunk"]
-    erase_keys: Float[Array, "*owners chunk key_dim"] | None
-    values: Float[Array, "*owners chunk width"]
-    decay: Float[Array, "*owners_or_rows key_dim_or_1 1"] | None
-    shared: Shared | None = None
+    `None` stands for zero (`erase_keys`, `pairs`, `inverse`) and for one (decays). `entry_decay`, `exit_decay` and
+    `entry_erase` multiply rows, `[chunk, 1]`, where the keys do not hold them already.
+    """
+
+    queries: Heads
+    keys: Heads
+    scores: Heads
+    values: Heads
+    erase_keys: Heads | None
+    pairs: Heads | None
+    inverse: Heads | None
+    decay: Heads | None
+    entry_decay: Heads | None
+    exit_decay: Heads | None
+    entry_erase: Heads | None
+    shared: Shared | None
 
 
 # ---- products --------------------------------------------------------------------------------------------------------
@@ -105,11 +135,12 @@ class Factors(eqx.Module):
 def _dot(a, b, contract: tuple[int, int], arithmetic: Arithmetic):
     """Batched product of `[..., i, j]` arrays over the axes `contract` (each -1 or -2), summed in the accumulation
     dtype."""
-    if a.ndim > b.ndim:
-        b = jnp.broadcast_to(b, (*a.shape[: a.ndim - b.ndim], *b.shape))
-    batch = tuple(range(a.ndim - 2))
-    dims = (((a.ndim + contract[0],), (b.ndim + contract[1],)), (batch, batch))
-    if arithmetic.operand == "bfloat16":
+    rank = max(a.ndim, b.ndim)
+    lead = jnp.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (jnp.broadcast_to(x, (*lead, *x.shape[-2:])) for x in (a, b))
+    batch = tuple(range(rank - 2))
+    dims = (((rank + contract[0],), (rank + contract[1],)), (batch, batch))
+    if arithmetic.is_rounding:
         return lax.dot_general(a.astype(jnp.bfloat16), b.astype(jnp.bfloat16), dims, preferred_element_type=jnp.float32)
     dtype = arithmetic.accumulation
     precision = lax.Precision(arithmetic.precision or "highest")
@@ -134,7 +165,7 @@ def matmul_tn(a, b, arithmetic: Arithmetic) -> Array:
 def _product(a, b, contract, arithmetic) -> Array:
     """Differentiable `_dot`: with bfloat16 operands the cotangents' products round their operands too, never the
     result."""
-    if arithmetic.operand == "bfloat16":
+    if arithmetic.is_rounding:
         return cast(Array, _rounding_product(a, b, contract, arithmetic))
     return _dot(a, b, contract, arithmetic)
 
@@ -162,37 +193,64 @@ def _rounding_product_bwd(contract, arithmetic, residuals, d_out):
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)
 
 
-# ---- shapes and masks ------------------------------------------------------------------------------------------------
+def _parts(x, number: int) -> list:
+    """`x` as a sum of bfloat16 parts: two hold 16 bits of every number, three all 24 of a float32."""
+    parts = []
+    for _ in range(number):
+        parts.append(x.astype(jnp.bfloat16))
+        x = x - parts[-1].astype(x.dtype)
+    return parts
 
 
-def widen(x: Float[Array, "*axes groups"], width: int) -> Float[Array, "*axes width_or_1"]:
-    """Repeat each entry of the last axis over an equal run, to `width` entries; one entry stays one and broadcasts."""
-    groups = x.shape[-1]
-    if groups in (1, width):
-        return x
-    run = (*x.shape[:-1], width // groups)
-    return jnp.concatenate([jnp.broadcast_to(x[..., i : i + 1], run) for i in range(groups)], axis=-1)
+def _select_and_add(ones, x, arithmetic: Arithmetic, parts: int):
+    """`ones @ x` for a matrix of zeros and ones: sums of rows of `x`, by a product that rounds them like additions do.
+
+    With bfloat16 operands `x` comes in `parts`, and the sums are right to 16 or 24 bits.
+    """
+    with jax.named_scope("exact_sums"):
+        if not arithmetic.is_rounding:
+            return _dot(ones, x, (-1, -2), Arithmetic(arithmetic.operand))
+        return cast(Array, _rounding_sums(ones, x, parts))
 
 
-def spread(x, owners: int):
-    """Give each owner the tile of its key head, where the third axis from the end counts heads."""
-    heads = x.shape[-3]
-    if heads == owners:
-        return x
-    lead, tail = x.shape[:-3], x.shape[-2:]
-    x = jnp.broadcast_to(x[..., :, None, :, :], (*lead, heads, owners // heads, *tail))
-    return x.reshape(*lead, owners, *tail)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _rounding_sums(ones, x, parts):
+    return _sum_of_parts(ones, x, (-1, -2), parts)
 
 
-def _rows_and_columns(chunk: int, ndim: int):
-    """Row and column numbers of a `[chunk, chunk]` matrix, behind axes of 1 up to `ndim`."""
-    shape = (*(1,) * (ndim - 2), chunk, chunk)
+def _rounding_sums_fwd(ones, x, parts):
+    return _rounding_sums(ones, x, parts), ones
+
+
+def _rounding_sums_bwd(parts, ones, d_out):
+    return None, _sum_of_parts(ones, d_out, (-2, -2), parts)
+
+
+_rounding_sums.defvjp(_rounding_sums_fwd, _rounding_sums_bwd)
+
+
+def _sum_of_parts(ones, x, contract, parts: int):
+    rounding = Arithmetic("bfloat16")
+    return functools.reduce(jnp.add, [_dot(ones, part, contract, rounding) for part in _parts(x, parts)])
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+def _rows_and_columns(rows: int, columns: int, ndim: int = 2):
+    """Row and column numbers of a `[rows, columns]` matrix, behind axes of 1 up to `ndim`."""
+    shape = (*(1,) * (ndim - 2), rows, columns)
     return lax.broadcasted_iota(jnp.int32, shape, ndim - 2), lax.broadcasted_iota(jnp.int32, shape, ndim - 1)
 
 
-def _halvings(chunk: int) -> list[int]:
-    """1, 2, 4, ... chunk / 2: a pair of rows i > j meets at the one `half` whose block of 2 * half it straddles."""
-    return [1 << n for n in range(chunk.bit_length() - 1)]
+def _ones_where(mask, dtype):
+    return jnp.where(mask, 1, 0).astype(dtype)
+
+
+def _halvings(size: int, least: int = 1) -> list[int]:
+    """least, 2 * least, ... size / 2: a pair of rows i > j meets at the one `half` whose block of 2 * half it
+    straddles."""
+    return [1 << n for n in range(least.bit_length() - 1, size.bit_length() - 1)]
 
 
 def _meet(rows, columns, half: int):
@@ -201,161 +259,406 @@ def _meet(rows, columns, half: int):
     return (((rows ^ columns) & -half) == half) & ((rows & half) != 0)
 
 
+def _mask(x, keep):
+    return x if keep is None else jnp.where(keep, x, 0)
+
+
 # ---- decays ----------------------------------------------------------------------------------------------------------
 
 
-class Decays(NamedTuple):
-    """Sums of log decay, each formed from its own tokens only, all at most 0 and `[*owners, chunk, groups]`.
+class _NoDecay:
+    """Nothing is forgotten."""
 
-    - `to_seam[n]`: from a row to the middle of its block of `2 * half` (`half = 2**n`): over the tokens after the row
-        in the first half, over those up to and including the row in the second. The exponent between rows i > j that
-        meet at `half` is `to_seam[n]_i + to_seam[n]_j`.
-    - `from_start`: over the chunk's tokens up to and including the row.
-    - `to_end`: over the tokens after the row.
-    - `total`: over the chunk, `[*owners, 1, groups]`.
+    entry = exit = total = None
+
+    def scores(self, left: list[Heads], k: Heads, owners: int, arithmetic: Arithmetic) -> list[Heads]:
+        """`sum_d left_i[d] Gamma_ij[d] k_j[d]` for every `left`, valid where i >= j."""
+        chunk, heads = first(k).shape[-2], max(map(count, left))
+        left, k = [spread(x, heads) for x in left], spread(k, heads)
+        both = each(lambda k, *left: matmul_nt(jnp.concatenate(left, axis=-2), k, arithmetic), k, *left)
+        parts = each(lambda x: tuple(x[..., i : i + chunk, :] for i in range(0, x.shape[-2], chunk)), both)
+        return [spread(x, owners) for x in parts]
+
+    def entering(self, x: Heads) -> Heads:
+        """Keys or queries times their decay since the start of the chunk."""
+        return x
+
+    def leaving(self, x: Heads) -> Heads:
+        """Keys times the decay after them."""
+        return x
+
+
+class _GroupDecay(_NoDecay):
+    """A few decays per token and owner, each for an equal run of key channels: one mask for each.
+
+    - `entry`, `exit`: with one decay, `[chunk, 1]` factors of rows, which then stay out of keys and queries.
     """
 
-    to_seam: tuple
-    from_start: Array
-    to_end: Array
-    total: Array
+    def __init__(self, log_decay: Columns, key_dim: int, arithmetic: Arithmetic):
+        self.log_decay, self.run, self.arithmetic = log_decay, key_dim // log_decay.groups, arithmetic
+        self.key_dim = key_dim
+        values = log_decay.values
+        chunk = values.shape[-2]
+        i, m = _rows_and_columns(2 * chunk, chunk, values.ndim)
+        own = jnp.where(i < chunk, m <= i, m > i - chunk)
+        sums = _select_and_add(_ones_where(own, values.dtype), values, arithmetic, parts=3)
+        self.from_start = sums[..., :chunk, :]
+        groups = log_decay.groups
+        start, end = (Columns(jnp.exp(x), groups) for x in (self.from_start, sums[..., chunk:, :]))
+        whole = Columns(jnp.exp(self.from_start[..., -1:, :]), groups)
+        if groups == 1:
+            self.entry, self.exit, self.total = start.column(0), end.column(0), whole.column(0)
+        else:
+            self.starts, self.ends = start.wide(key_dim), end.wide(key_dim)
+            self.total = each(lambda x: jnp.swapaxes(x, -1, -2), whole.wide(key_dim))
+
+    def scores(self, left, k, owners, arithmetic):
+        out = None
+        for group, gamma in enumerate(self._pair_decays()):
+            channels = slice(group * self.run, (group + 1) * self.run)
+            part = [each(lambda x: x[..., channels], x) for x in left]  # noqa: B023
+            raw = super().scores(part, each(lambda x: x[..., channels], k), owners, arithmetic)  # noqa: B023
+            if out is None:
+                out = [each(jnp.multiply, x, gamma) for x in raw]
+            else:
+                out = [each(lambda out, x, gamma: out + x * gamma, y, x, gamma) for y, x in zip(out, raw, strict=True)]
+        assert out is not None
+        return out
+
+    def _pair_decays(self):
+        """`Gamma_ij` of every group for i >= j, one after the other; 1 elsewhere, to be masked.
+
+        With bfloat16 operands the exponent is a difference of sums from the start of the chunk: at most 14,080 large,
+        since every log decay is at least -110, so off by at most 2e-3, half a unit of a bfloat16 in the last place.
+        """
+        groups, chunk = self.log_decay.groups, self.log_decay.values.shape[-2]
+        if self.arithmetic.is_rounding:
+            sums, ndim = Columns(self.from_start, groups), self.log_decay.values.ndim
+            rows, columns = _rows_and_columns(chunk, chunk, ndim if ndim == 2 else ndim + 1)
+
+            def between(i, j):
+                return jnp.exp(jnp.where(rows >= columns, i - j, 0))
+
+            return [each(between, sums.column(group), sums.row(group)) for group in range(groups)]
+
+        def own_sums(row):
+            i, m = _rows_and_columns(chunk, chunk, row.ndim)
+            until = jnp.where(m <= i, row, 0)
+            return jnp.exp(_select_and_add(until, _ones_where(i > m, row.dtype), self.arithmetic, parts=3))
+
+        return [each(own_sums, self.log_decay.row(group)) for group in range(groups)]
+
+    def entering(self, x):
+        return x if self.log_decay.groups == 1 else each(jnp.multiply, x, self.starts)
+
+    def leaving(self, x):
+        return x if self.log_decay.groups == 1 else each(jnp.multiply, x, self.ends)
 
 
-def sum_decays(log_decay: Float[Array, "*owners chunk groups"]) -> Decays:
-    *owners, chunk, groups = log_decay.shape
-    prefix, suffix, total, to_seam = log_decay, jnp.zeros_like(log_decay), log_decay, []
-    for half in _halvings(chunk):
-        blocks = (*owners, chunk // (2 * half), 2, half, groups)
-        prefix, suffix = prefix.reshape(blocks), suffix.reshape(blocks)
-        total = total.reshape(*owners, chunk // (2 * half), 2, 1, groups)
-        first, second = total[..., 0, :, :], total[..., 1, :, :]
-        seam = jnp.stack([suffix[..., 0, :, :], prefix[..., 1, :, :]], axis=-3)
-        to_seam.append(seam.reshape(log_decay.shape))
-        prefix = jnp.stack([prefix[..., 0, :, :], first + prefix[..., 1, :, :]], axis=-3)
-        suffix = jnp.stack([suffix[..., 0, :, :] + second, suffix[..., 1, :, :]], axis=-3)
-        total = first + second
-    shape = log_decay.shape
-    return Decays(tuple(to_seam), prefix.reshape(shape), suffix.reshape(shape), total.reshape(*owners, 1, groups))
+class _ChannelDecay(_NoDecay):
+    """A decay for every key channel: the decay between two rows is split at a seam between them.
 
-
-def _pair_decay(decays: Decays, group: int, chunk: int):
-    """`Gamma_ij` of one decay group for i >= j, `[*owners, chunk, chunk]`; 1 elsewhere, to be masked."""
-    rows, columns = _rows_and_columns(chunk, decays.total.ndim)
-    exponent = jnp.zeros(rows.shape, decays.total.dtype)
-    for half, seam in zip(_halvings(chunk), decays.to_seam, strict=True):
-        seam = seam[..., group]
-        exponent = jnp.where(_meet(rows, columns, half), seam[..., :, None] + seam[..., None, :], exponent)
-    return jnp.exp(exponent)
-
-
-# ---- scores ----------------------------------------------------------------------------------------------------------
-
-
-def decayed_scores(left, k, decays: Decays | None, arithmetic: Arithmetic) -> Array:
-    """`sum_d left_i[d] Gamma_ij[d] k_j[d]`, valid where i >= j.
-
-    `left` stacks any number of `[chunk, key_dim]` blocks along its rows.
+    A pair of rows i > j meets at the seam of one block of `2 * half` rows. Both carry `exp` of their sums to it, at
+    most 1: nothing can overflow, and a product underflows only if its true value does. Blocks of `near` rows are the
+    leaves.
     """
-    if decays is None:
-        return matmul_nt(left, k, arithmetic)
-    if 1 < decays.total.shape[-1] == k.shape[-1]:
-        return scores_by_channel(left, k, decays, arithmetic)
-    return scores_by_group(left, k, decays, arithmetic)
+
+    def __init__(self, log_decay: Heads, arithmetic: Arithmetic):
+        self.log_decay, self.arithmetic = log_decay, arithmetic
+        self.chunk, self.key_dim = first(log_decay).shape[-2:]
+        self.near = min(NEAR, self.chunk)
+        self.to, after = each(self._block_sums, log_decay)
+        self.legs = each(jnp.exp, self.to), each(jnp.exp, after)
+        self.totals = each(lambda x: tuple(self._block(x, b)[..., -1:, :] for b in self._blocks()), self.legs[0])
+        self.total = each(lambda *x: jnp.swapaxes(functools.reduce(jnp.multiply, x), -1, -2), *self.totals)
+
+    def _blocks(self):
+        return range(self.chunk // self.near)
+
+    def _block(self, x, b: int):
+        return x[..., b * self.near : (b + 1) * self.near, :]
+
+    def _block_sums(self, log_decay):
+        """Sums over the tokens of the block up to and including the row, and over those after it."""
+        i, m = _rows_and_columns(2 * self.near, self.near, log_decay.ndim)
+        own = jnp.where(i < self.near, m <= i, m > i - self.near)
+        sums = _add_in_blocks(own, log_decay, self.arithmetic)
+        return sums[..., : self.chunk, :], sums[..., self.chunk :, :]
+
+    def scores(self, left, k, owners, arithmetic):
+        left, k = [spread(x, owners) for x in left], spread(k, owners)
+        to, after = self.legs
+        entered = [each(jnp.multiply, x, to) for x in left]
+        if not arithmetic.is_rounding or arithmetic.near == "safe":
+            out = _near_by_seams(left, k, self.log_decay, arithmetic)
+        elif arithmetic.near == "cheap":
+            out = _near_from_starts(entered, k, self.to, arithmetic)
+        else:
+            out = _near_selected(entered, left, k, self.log_decay, self.to, arithmetic)
+        left, ends = entered, each(jnp.multiply, k, after)
+        for half in _halvings(self.chunk, self.near):
+            out = self._far_scores(out, left, ends, half, arithmetic)
+        return out
+
+    def _far_scores(self, out, left, ends, half, arithmetic):
+        """`out` with the pairs that meet at `half`."""
+        seconds = range(half, self.chunk, 2 * half)
+
+        def second(x, *totals):
+            return jnp.concatenate([self._chained(x, s, half, totals, range) for s in seconds], axis=-2)
+
+        def first_halves(x, *totals):
+            rows = [self._chained(x, s - half, half, totals, lambda n: reversed(range(n))) for s in seconds]
+            zeros = jnp.zeros_like(rows[0])
+            return jnp.concatenate([y for x in rows for y in (x, zeros)], axis=-2)
+
+        def multiply(ends, left):
+            part = matmul_nt(left, ends, arithmetic)
+            rows = len(seconds) * half
+            return tuple(part[..., i : i + rows, :] for i in range(0, part.shape[-2], rows))
+
+        right = each(first_halves, ends, *self.totals)
+        rows = [each(second, x, *self.totals) for x in left]
+        parts = each(multiply, right, each(lambda *x: jnp.concatenate(x, axis=-2), *rows))
+
+        def put(out, part):
+            _, j = _rows_and_columns(half, self.chunk, out.ndim)
+            merged = []
+            for n, s in enumerate(seconds):
+                ours = (j >= s - half) & (j < s)
+                new = jnp.where(ours, part[..., n * half : (n + 1) * half, :], out[..., s : s + half, :])
+                merged += [out[..., s - half : s, :], new]
+            return jnp.concatenate(merged, axis=-2)
+
+        return [each(put, x, part) for x, part in zip(out, parts, strict=True)]
+
+    def _chained(self, x, start: int, rows: int, totals, order):
+        """Rows of `x`, which end at their own block, times the totals of the blocks between them and the far side,
+        taken in `order`."""
+        n, at = rows // self.near, start // self.near
+        out: list[Any] = [None] * n
+        run = None
+        for b in order(n):
+            block = self._block(x, at + b)
+            out[b] = block if run is None else block * run
+            run = totals[at + b] if run is None else run * totals[at + b]
+        return out[0] if n == 1 else jnp.concatenate(out, axis=-2)
+
+    def entering(self, x):
+        return each(
+            lambda x, to, *totals: self._chained(x * to, 0, self.chunk, totals, range), x, self.legs[0], *self.totals
+        )
+
+    def leaving(self, x):
+        def end(x, after, *totals):
+            return self._chained(x * after, 0, self.chunk, totals, lambda n: reversed(range(n)))
+
+        return each(end, x, self.legs[1], *self.totals)
 
 
-def scores_by_group(left, k, decays: Decays, arithmetic: Arithmetic) -> Array:
-    """`decayed_scores` by one mask per group of key channels and one product per group, whatever the number of owners
-    that share the keys."""
-    chunk, groups = k.shape[-2], decays.total.shape[-1]
-    owners, blocks, run = decays.total.shape[-3], left.shape[-2] // chunk, k.shape[-1] // groups
-    parts = []
-    for group in range(groups):
-        channels = slice(group * run, (group + 1) * run)
-        raw = spread(matmul_nt(left[..., channels], k[..., channels], arithmetic), owners)
-        gamma = _pair_decay(decays, group, chunk)
-        parts.append(raw * jnp.concatenate([gamma] * blocks, axis=-2))
-    return functools.reduce(jnp.add, parts)
+def _add_in_blocks(own, log_decay, arithmetic):
+    """Sums over the rows of each block that `own`, `[sets * near, near]`, selects: `[sets * chunk, key_dim]`."""
+    near, (chunk, key_dim) = own.shape[-1], log_decay.shape[-2:]
+    blocks = jnp.concatenate([log_decay[..., b : b + near, :] for b in range(0, chunk, near)], axis=-1)
+    sums = _select_and_add(_ones_where(own, log_decay.dtype), blocks, arithmetic, parts=2)
+    cut = [
+        sums[..., row : row + near, column : column + key_dim]
+        for row in range(0, own.shape[-2], near)
+        for column in range(0, blocks.shape[-1], key_dim)
+    ]
+    return jnp.concatenate(cut, axis=-2)
 
 
-def scores_by_channel(left, k, decays: Decays, arithmetic: Arithmetic) -> Array:
-    """`decayed_scores` where every key channel has a decay of its own: one product per halving of the chunk.
+def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
+    """Scores of pairs within a block of `NEAR` rows: one product for each halving of the block."""
+    chunk = first(k).shape[-2]
+    halvings = _halvings(min(NEAR, chunk))
 
-    The rows that meet at a seam carry `exp` of their sums to it, both at most 1: nothing can overflow, and a product
-    underflows only if its true value does.
+    def seams(log_decay):
+        near = min(NEAR, chunk)
+        i, m = _rows_and_columns(near, near, log_decay.ndim)
+        own = [((i ^ m) < half) & jnp.where((i & half) != 0, m <= i, m > i) for half in halvings]
+        sums = _add_in_blocks(jnp.concatenate(own, axis=-2), log_decay, arithmetic)
+        return tuple(jnp.exp(sums[..., n * chunk : (n + 1) * chunk, :]) for n in range(len(halvings)))
+
+    legs = each(seams, log_decay)
+    i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
+
+    def diagonal(k, *left):
+        return tuple(jnp.where(i == j, jnp.sum(x * k, axis=-1, keepdims=True), 0) for x in left)
+
+    out = each(diagonal, k, *left)
+    for half, leg in zip(halvings, legs, strict=True):
+
+        def meet(out, left, k, leg):
+            return jnp.where(_meet(i, j, half), matmul_nt(left * leg, k * leg, arithmetic), out)  # noqa: B023
+
+        out = [each(meet, y, x, k, leg) for y, x in zip(out, left, strict=True)]
+    return list(out)
+
+
+def _near_from_starts(entered: list[Heads], k: Heads, to: Heads, arithmetic: Arithmetic) -> list[Heads]:
+    """`_near_by_seams` where no sum `to` a row from the start of its block is below `FAR`: one product for all.
+
+    Elsewhere, and above the diagonal, it leaves finite numbers without a meaning.
     """
-    chunk, owners = k.shape[-2], decays.total.shape[-3]
-    blocks = left.shape[-2] // chunk
-    left, k = spread(left, owners), spread(k, owners)
-    rows, columns = (jnp.concatenate([x] * blocks, axis=-2) for x in _rows_and_columns(chunk, k.ndim))
-    out = jnp.where(rows == columns, matmul_nt(left, k, arithmetic), 0)
-    for half, seam in zip(_halvings(chunk), decays.to_seam, strict=True):
-        leg = jnp.exp(seam)
-        part = matmul_nt(left * jnp.concatenate([leg] * blocks, axis=-2), k * leg, arithmetic)
-        out = jnp.where(_meet(rows, columns, half), part, out)
-    return out
+    chunk = first(k).shape[-2]
+
+    def multiply(k, to, *entered):
+        back = k * jnp.exp(jnp.minimum(FAR / 2 - to, -FAR / 2))
+        shifted = jnp.concatenate(entered, axis=-2) * math.exp(-FAR / 2)
+        both = matmul_nt(shifted, back, arithmetic)
+        return tuple(both[..., n : n + chunk, :] for n in range(0, both.shape[-2], chunk))
+
+    return list(each(multiply, k, to, *entered))
+
+
+def _near_selected(entered, left, k, log_decay, to, arithmetic):
+    """Row by row the cheap product where it holds, so that no row depends on what comes after it."""
+    cheap = _near_from_starts(entered, k, to, arithmetic)
+    safe = _near_by_seams(left, k, log_decay, arithmetic)
+    holds = each(lambda to: jnp.min(to, axis=-1, keepdims=True) >= FAR, to)
+    return [each(jnp.where, holds, x, y) for x, y in zip(cheap, safe, strict=True)]
+
+
+def forgets_much(log_decay: Heads):
+    """Whether a block of `NEAR` rows may forget more than `FAR`: never false where one does."""
+    chunk = first(log_decay).shape[-2]
+
+    def least(log_decay):
+        below = jnp.minimum(log_decay, 0)
+        blocks = [range(start, min(start + NEAR, chunk), 8) for start in range(0, chunk, NEAR)]
+        sums = [functools.reduce(jnp.add, [below[..., row : row + 8, :] for row in rows]) for rows in blocks]
+        return functools.reduce(jnp.minimum, sums)
+
+    every = each(least, log_decay)
+    return ~(8 * jnp.min(functools.reduce(jnp.minimum, every) if isinstance(every, list) else every) >= FAR)
 
 
 # ---- the chunk solve -------------------------------------------------------------------------------------------------
 
 
-def unit_lower_inverse(
-    pairs: Float[Array, "*owners chunk chunk"], arithmetic: Arithmetic, same: Array | None = None
-) -> Float[Array, "*owners chunk chunk"]:
-    """`(I + pairs)^-1` for strictly lower triangular `pairs`, by the method that `arithmetic.inverse` names.
+def block_inverses(pairs: Heads, arithmetic: Arithmetic, same: Array | None = None) -> Heads:
+    """`(I + pairs)^-1` for strictly lower triangular `pairs`: its diagonal blocks of `SOLVED` rows, side by side.
 
+    `[block, chunk]` for every owner; `"substitution"` and `"truncated:m"` form the whole inverse, `[chunk, chunk]`.
     `same`: which rows and columns share a document, where `pairs` is 0 between documents. Products are then masked, so
     that a document that overflows spoils no other (0 * inf); `"substitution"` gives no such promise.
 
-    - `"exact"`: block doubling. Every intermediate is an entry of the inverse of a diagonal block, or a product of two
-        with `pairs`; no power of `pairs` is formed, so identical keys are harmless. Operands are float32, or for
-        bfloat16 inputs with `erase_max <= 1` two bfloat16 parts and three products.
-    - `"approx"`: block doubling with bfloat16 operands.
+    - `"exact"`: blocks of eight rows by elimination, then block doubling. Every intermediate is an entry of the inverse
+        of a diagonal block, or a product of two with `pairs`; no power of `pairs` is formed, so identical keys are
+        harmless. Products are float32; for bfloat16 inputs with `erase_max <= 1` they have bfloat16 operands, and one
+        correction of third order follows, `out (1 + rest + rest**2)`, whose `rest` is taken from two parts of `pairs`.
+    - `"approx"`: the same with bfloat16 operands and without the correction.
     - `"substitution"`: XLA's triangular solve, row by row. Does not run inside a kernel.
     - `"truncated:m"`: the first m powers of the Neumann series, by Horner's rule.
     """
     method, _, terms = arithmetic.inverse.partition(":")
     if method == "substitution":
         return xla_triangular_inverse(pairs)
-    chunk = pairs.shape[-1]
-    rows, columns = _rows_and_columns(chunk, pairs.ndim)
-    identity = jnp.where(rows == columns, 1, 0).astype(pairs.dtype)
     if method == "truncated":
-        out = jnp.broadcast_to(identity, pairs.shape)
-        for _ in range(int(terms)):
-            out = identity - _mask(matmul(pairs, out, arithmetic), same)
-        return out
-    product = _solve_product(method, arithmetic)
+        return each(lambda pairs: _truncated_series(pairs, int(terms), arithmetic, same), pairs)
+    chunk, ndim = first(pairs).shape[-1], first(pairs).ndim
+    block = min(SOLVED, chunk)
+    side = each(lambda x: _diagonal_blocks(x, block), pairs)
+    same = None if same is None else _diagonal_blocks(same, block)
+    corrects = method == "exact" and arithmetic.is_rounding and arithmetic.erase_max <= 1
+    products = Arithmetic("bfloat16") if method == "approx" or corrects else _exactly(arithmetic)
+    rounded = jnp.bfloat16 if products.is_rounding else first(pairs).dtype
 
     def multiply(a, b):
-        return _mask(product(a, b), same)
+        return _mask(_dot(a, _on_diagonal(b), (-1, -2), products), same)
 
-    out = identity - jnp.where(_meet(rows, columns, 1), pairs, 0)
-    for half in _halvings(chunk)[1:]:
-        below = jnp.where(_meet(rows, columns, half), pairs, 0)
-        out = out - multiply(out, multiply(below, out))
+    i, j = _rows_and_columns(block, chunk, ndim)
+    j = j & (block - 1)
+    high = each(lambda x: x.astype(rounded), side)
+    out = each(lambda x: x.astype(rounded), _inverses_of_eights(side, products))
+    for half in _halvings(block, 8):
+        below = each(lambda x: jnp.where(_meet(i, j, half), x, jnp.zeros_like(x)), high)  # noqa: B023
+        step = each(lambda below, out: multiply(below, out).astype(rounded), below, out)
+        out = each(lambda out, step: out - multiply(out, step).astype(rounded), out, step)
+    dtype = first(pairs).dtype
+    if not corrects:
+        return each(lambda x: x.astype(dtype), out)
+
+    def residual(pairs, out):
+        """`I - (I + pairs) out`, exact but for the rounding of sums."""
+        parts = _dot(jnp.concatenate(_parts(pairs, 2), axis=-2), _on_diagonal(out), (-1, -2), products)
+        return jnp.where(i == j, 1, 0) - out.astype(dtype) - _mask(parts[..., :block, :] + parts[..., block:, :], same)
+
+    rest = each(residual, side, out)
+    rest = each(lambda rest: rest + multiply(rest, rest), rest)
+    return each(lambda out, rest: out.astype(dtype) + multiply(out, rest), out, rest)
+
+
+def _exactly(arithmetic: Arithmetic) -> Arithmetic:
+    operand = "float64" if arithmetic.operand == "float64" else "float32"
+    return Arithmetic(operand, arithmetic.precision)
+
+
+def _truncated_series(pairs, terms: int, arithmetic, same):
+    i, j = _rows_and_columns(pairs.shape[-2], pairs.shape[-1], pairs.ndim)
+    identity = jnp.where(i == j, 1, 0).astype(pairs.dtype)
+    out = jnp.broadcast_to(identity, pairs.shape)
+    for _ in range(terms):
+        out = identity - _mask(matmul(pairs, out, arithmetic), same)
     return out
 
 
-def _solve_product(method: str, arithmetic: Arithmetic):
-    if method == "approx":
-        return lambda a, b: _dot(a, b, (-1, -2), Arithmetic("bfloat16"))
-    if arithmetic.operand == "bfloat16" and arithmetic.erase_max <= 1:
-        return _three_pass_product
-    operand = "float64" if arithmetic.operand == "float64" else "float32"
-    return lambda a, b: _dot(a, b, (-1, -2), Arithmetic(operand, arithmetic.precision))
+def _diagonal_blocks(x, block: int):
+    """The diagonal blocks of `[chunk, chunk]` side by side: `[block, chunk]`."""
+    _, j = _rows_and_columns(block, x.shape[-1], x.ndim)
+    out = x[..., :block, :]
+    for start in range(block, x.shape[-2], block):
+        out = jnp.where(j >= start, x[..., start : start + block, :], out)
+    return out
 
 
-def _three_pass_product(a, b):
-    """`a @ b` with each float32 operand in two bfloat16 parts; the product of the two small parts is left out."""
-    bf16 = Arithmetic("bfloat16")
-    (a_high, a_low), (b_high, b_low) = _split(a), _split(b)
-    cross = _dot(a_high, b_low, (-1, -2), bf16) + _dot(a_low, b_high, (-1, -2), bf16)
-    return _dot(a_high, b_high, (-1, -2), bf16) + cross
+def _on_diagonal(x):
+    """`_diagonal_blocks` undone, with zeros elsewhere."""
+    block, chunk = x.shape[-2:]
+    if block == chunk:
+        return x
+    _, j = _rows_and_columns(block, chunk, x.ndim)
+    zeros = jnp.zeros_like(x)
+    rows = [jnp.where((j & -block) == start, x, zeros) for start in range(0, chunk, block)]
+    return jnp.concatenate(rows, axis=-2)
 
 
-def _split(x):
-    high = x.astype(jnp.bfloat16)
-    return high, x - high.astype(x.dtype)
+def _inverses_of_eights(side: Heads, products: Arithmetic) -> Heads:
+    """Inverses of the diagonal blocks of eight rows within blocks side by side, zeros elsewhere: by elimination.
+
+    All blocks of eight are brought into eight rows; there, column m of every block has to stand beside each of its
+    columns, which a product with a matrix of zeros and ones does for all heads at once.
+    """
+    block, chunk = first(side).shape[-2:]
+    ndim = first(side).ndim
+    i, j = _rows_and_columns(8, chunk, ndim)
+    inside = j & (block - 1)
+
+    def gather(side):
+        out = side[..., :8, :]
+        for start in range(8, block, 8):
+            out = jnp.where((inside & -8) == start, side[..., start : start + 8, :], out)
+        return jnp.where((inside & 7) < i, out, 0)
+
+    def columns(rows):
+        m, n = _rows_and_columns(chunk, chunk, rows.ndim)
+        chosen = jnp.concatenate([_ones_where(m == (n & -8) + column, rows.dtype) for column in range(7)], axis=-1)
+        with jax.named_scope("exact_sums"):
+            if not products.is_rounding:
+                return _dot(rows, chosen, (-1, -2), Arithmetic(products.operand))
+            parts = [_dot(part, chosen, (-1, -2), products) for part in _parts(rows, 2)]
+            return functools.reduce(jnp.add, parts)
+
+    def eliminate(columns):
+        out = jnp.broadcast_to(jnp.where((inside & 7) == i, 1, 0).astype(columns.dtype), (*columns.shape[:-1], chunk))
+        for m in range(7):
+            out = out - columns[..., m * chunk : (m + 1) * chunk] * out[..., m : m + 1, :]
+        zeros = jnp.zeros_like(out)
+        return jnp.concatenate([jnp.where((inside & -8) == start, out, zeros) for start in range(0, block, 8)], axis=-2)
+
+    return each(eliminate, side_by_side(columns, each(gather, side)))
 
 
 def xla_triangular_inverse(pairs):
@@ -364,34 +667,63 @@ def xla_triangular_inverse(pairs):
     return lax.linalg.triangular_solve(pairs, identity, left_side=True, lower=True, unit_diagonal=True)
 
 
-def solve(pairs, inverse, right, arithmetic: Arithmetic) -> Array:
-    """`(I + pairs)^-1 right` for a given `inverse`; its gradient goes to `pairs` and `right`.
+def solve(pairs: Heads, inverse: Heads, right: Heads, arithmetic: Arithmetic, *, guards: bool = False) -> Heads:
+    """`(I + pairs)^-1 right` for `inverse` of `block_inverses`; its gradient goes to `pairs` and `right`.
 
-    The gradient is the implicit one: with x the solution, d_right = inverse^T d_x and d_pairs = -d_right x^T below the
-    diagonal. No second inverse, and none of the products that made it, is differentiated.
+    The gradient is the implicit one: with x the solution, d_right = (I + pairs)^-T d_x and d_pairs = -d_right x^T below
+    the diagonal. No second inverse, and none of the products that made it, is differentiated. `guards`: a block's
+    numbers that are not finite do not reach the next block, which another document may share (0 * inf).
     """
-    return cast(Array, _solve(pairs, lax.stop_gradient(inverse), right, arithmetic, False))
+    return _solve(pairs, jax.tree.map(lax.stop_gradient, inverse), right, arithmetic, False, guards)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _solve(pairs, inverse, right, arithmetic, transposed):
-    """`inverse @ right`, or `inverse.T @ right`; derivatives take it for the solution that it is."""
-    return _dot(inverse, right, (-2, -2) if transposed else (-1, -2), arithmetic)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
+def _solve(pairs, inverse, right, arithmetic, transposed, guards):
+    """The solution of `(I + pairs) x = right`, or of its transpose; derivatives take it for the solution that it is."""
+    block, chunk = first(inverse).shape[-2:]
+    if block == chunk:
+        return each(lambda m, x: _dot(m, x, (-2, -2) if transposed else (-1, -2), arithmetic), inverse, right)
+    starts = list(range(0, chunk, block))
+    parts: dict[int, Heads] = {}
+    for start in reversed(starts) if transposed else starts:
+        rest = each(lambda x: x[..., start : start + block, :], right)  # noqa: B023
+        for done in parts:
+            known = each(lambda x: jnp.where(jnp.isfinite(x), x, 0), parts[done]) if guards else parts[done]
+            rest = each(_without, rest, pairs, known, start, done, arithmetic, transposed)
+        contract = (-2, -2) if transposed else (-1, -2)
+        parts[start] = each(
+            lambda m, x: _dot(m[..., start : start + block], x, contract, arithmetic),  # noqa: B023
+            inverse,
+            rest,
+        )
+    return each(lambda *x: jnp.concatenate(x, axis=-2), *(parts[start] for start in starts))
 
 
-def _solve_fwd(pairs, inverse, right, arithmetic, transposed):
-    out = _solve(pairs, inverse, right, arithmetic, transposed)
+def _without(rest, pairs, x, start: int, done: int, arithmetic: Arithmetic, transposed: bool):
+    """`rest`, of the block of rows at `start`, minus what the solved block at `done` contributes to it."""
+    block = rest.shape[-2]
+    row, column = (done, start) if transposed else (start, done)
+    factor = pairs[..., row : row + block, column : column + block]
+    return rest - _dot(factor, x, (-2, -2) if transposed else (-1, -2), arithmetic)
+
+
+def _solve_fwd(pairs, inverse, right, arithmetic, transposed, guards):
+    out = _solve(pairs, inverse, right, arithmetic, transposed, guards)
     return out, (pairs, inverse, out)
 
 
-def _solve_bwd(arithmetic, transposed, residuals, d_out):
+def _solve_bwd(arithmetic, transposed, guards, residuals, d_out):
     # Solutions again, not bare products with `inverse`: so that a second derivative is right as well.
     pairs, inverse, out = residuals
-    d_right = _solve(pairs, inverse, d_out, arithmetic, not transposed)
-    rows, columns = _rows_and_columns(inverse.shape[-1], inverse.ndim)
-    left, right = (out, d_right) if transposed else (d_right, out)
-    d_pairs = jnp.where(rows > columns, -_dot(left, right, (-1, -1), arithmetic), 0)
-    return d_pairs, jnp.zeros_like(inverse), d_right
+    d_right = _solve(pairs, inverse, d_out, arithmetic, not transposed, guards)
+    chunk = first(pairs).shape[-1]
+    i, j = _rows_and_columns(chunk, chunk, first(pairs).ndim)
+
+    def d_pairs(d_right, out):
+        left, right = (out, d_right) if transposed else (d_right, out)
+        return jnp.where(i > j, -_dot(left, right, (-1, -1), arithmetic), 0)
+
+    return each(d_pairs, d_right, out), jax.tree.map(jnp.zeros_like, inverse), d_right
 
 
 _solve.defvjp(_solve_fwd, _solve_bwd)
@@ -400,119 +732,167 @@ _solve.defvjp(_solve_fwd, _solve_bwd)
 # ---- the chunk -------------------------------------------------------------------------------------------------------
 
 
-def chunk_factors(tile: Tile, arithmetic: Arithmetic) -> Factors:
-    """Everything about a chunk that needs no state: may run for all chunks at once."""
+def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = None) -> Factors:
+    """Everything about a chunk that needs no state: may run for all chunks at once.
+
+    `inverse`: what `Factors.inverse` of the same tile held, where it was kept.
+    """
     dtype = arithmetic.accumulation
-    chunk, key_dim = tile.k.shape[-2:]
-    owners, width = tile.v.shape[-3], tile.v.shape[-1]
-    q, k = tile.q.astype(dtype), tile.k.astype(dtype)
-    decays = None if tile.log_decay is None else sum_decays(tile.log_decay)
-    rows, columns = _rows_and_columns(chunk, tile.k.ndim)
-    same, enters, stays, carries = _document_masks(tile)
+    chunk, key_dim = first(tile.k).shape[-2:]
+    owners, width, ndim = count(tile.v), first(tile.v).shape[-1], first(tile.v).ndim
+    q, k = (each(lambda x: x.astype(dtype), x) for x in (tile.q, tile.k))
+    decay = _decays(tile.log_decay, key_dim, arithmetic)
+    i, j = _rows_and_columns(chunk, chunk, ndim)
+    shared = _shared_by_documents(tile)
+    same = None if shared is None else shared.same
 
-    from_start = to_end = None
-    if decays is not None:
-        from_start, to_end = (widen(jnp.exp(x), key_dim) for x in (decays.from_start, decays.to_end))
-    queries, keys = (
-        spread(x, owners) if gamma is None else spread(x, owners) * gamma for x, gamma in ((q, from_start), (k, to_end))
+    values = _times(each(lambda x: x.astype(dtype), tile.v), _gate(tile.write, width, dtype))
+    erase = _gate(tile.erase, key_dim, dtype)
+    by_row = isinstance(tile.erase, Columns)  # a number per token leaves the product: raw keys are shared by all owners
+    entry_erase = erase_keys = pairs = None
+    if erase is None:
+        (scores,) = decay.scores([q], k, owners, arithmetic)
+    else:
+        erase_keys = k if by_row else each(jnp.multiply, spread(k, owners), erase)
+        pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
+        pairs = each(lambda x: _mask(jnp.where(i > j, x, 0), same), _times(pairs, erase) if by_row else pairs)
+        if inverse is None:
+            inverse = block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same)
+        erase_keys = decay.entering(spread(erase_keys, owners))
+        entry_erase = _times(decay.entry, erase) if by_row else decay.entry
+    scores = each(lambda x: _mask(jnp.where(i >= j, x, 0), same), scores)
+    queries, keys = decay.entering(spread(q, owners)), decay.leaving(spread(k, owners))
+    factors = Factors(
+        queries,
+        keys,
+        scores,
+        values,
+        erase_keys,
+        pairs,
+        inverse,
+        decay.total,
+        decay.entry,
+        decay.exit,
+        entry_erase,
+        shared,
     )
-    queries, keys = _mask(queries, enters), _mask(keys, stays)
-    decay = None if decays is None else jnp.swapaxes(widen(jnp.exp(decays.total), key_dim), -1, -2)
-    if carries is not None:
-        decay = jnp.where(carries, jnp.ones(carries.shape, dtype) if decay is None else decay, 0)
-    values = tile.v.astype(dtype)
-    write = tile.write
-    values = values if write is None else values * widen(write.astype(dtype), width)
-    shared = None
-    if same is not None and enters is not None and stays is not None and carries is not None:
-        values, overflow = _zero_overflow(values)
-        shared = Shared(same, enters, stays, carries, overflow)
-
-    if tile.erase is None:
-        scores = decayed_scores(q, k, decays, arithmetic)
-        scores = _mask(jnp.where(rows >= columns, spread(scores, owners), 0), same)
-        return _contain_overflow(Factors(queries, keys, scores, None, values, decay, shared))
-
-    erase = tile.erase.astype(dtype)
-    by_row = erase.shape[-1] == 1  # one number per token leaves the product: raw keys are shared by all owners
-    erased = k if by_row else spread(k, owners) * erase
-    left = jnp.concatenate([erased, q if by_row else spread(q, owners)], axis=-2)
-    both = spread(decayed_scores(left, k if by_row else spread(k, owners), decays, arithmetic), owners)
-    pairs, scores = both[..., :chunk, :], both[..., chunk:, :]
-    pairs = _mask(jnp.where(rows > columns, pairs * erase if by_row else pairs, 0), same)
-    scores = _mask(jnp.where(rows >= columns, scores, 0), same)
-    inverse = unit_lower_inverse(lax.stop_gradient(pairs), arithmetic, same)
-    erased = spread(k, owners) * erase if by_row else erased
-    erased = _mask(erased if from_start is None else erased * from_start, enters)
-    solved = solve(pairs, inverse, jnp.concatenate([erased, values], axis=-1), arithmetic)
-    erase_keys, values = solved[..., :key_dim], solved[..., key_dim:]
-    return _contain_overflow(Factors(queries, keys, scores, erase_keys, values, decay, shared))
+    return factors if shared is None else _between_documents(factors, shared)
 
 
-def _mask(x, keep):
-    return x if keep is None else jnp.where(keep, x, 0)
+def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic) -> _NoDecay:
+    if log_decay is None:
+        return _NoDecay()
+    if isinstance(log_decay, Columns):
+        return _GroupDecay(log_decay, key_dim, arithmetic)
+    return _ChannelDecay(log_decay, arithmetic)
 
 
-def _document_masks(tile: Tile):
+def _gate(gate: Columns | Heads | None, dim: int, dtype) -> Heads | None:
+    if gate is None:
+        return None
+    return (
+        gate.map(lambda x: x.astype(dtype)).wide(dim)
+        if isinstance(gate, Columns)
+        else each(lambda x: x.astype(dtype), gate)
+    )
+
+
+def _times(x: Heads | None, gate: Heads | None) -> Heads | None:
+    if x is None or gate is None:
+        return gate if x is None else x
+    return each(jnp.multiply, x, gate)
+
+
+def _shared_by_documents(tile: Tile) -> Shared | None:
     """Which pairs share a document; which rows belong to the entering state's and to the leaving state's document;
-    whether the entering state leaves. All `None` for a tile inside one document."""
+    whether the entering state leaves. `None` for a tile inside one document."""
     if tile.document is None or tile.entry is None:
-        return None, None, None, None
+        return None
     document, entry = tile.document, tile.entry
     column, last = jnp.swapaxes(document, -1, -2), document[..., -1:]
-    return column == document, column == entry, column == last, entry == last
+    return Shared(column == document, column == entry, column == last, entry == last)
 
 
-def _zero_overflow(x, axis=-1):
+def _between_documents(factors: Factors, shared: Shared) -> Factors:
+    """`factors` of a chunk that documents share: rows cut off from the states of other documents, and no number that is
+    not finite."""
+    values, overflow = each(_zero_overflow, factors.values)
+    scores, misread = each(_zero_overflow, factors.scores)
+    erase_keys, pairs, inverse = factors.erase_keys, factors.pairs, factors.inverse
+    if erase_keys is not None:
+        rows = each(lambda x: jnp.where(shared.enters, x, 0), erase_keys)
+        erase_keys, lost = each(_zero_overflow, rows)
+        pairs, broken = each(_zero_overflow, pairs)
+        overflow = each(lambda *x: functools.reduce(jnp.logical_or, x), overflow, lost, broken)
+    dtype = first(factors.values).dtype
+    one = jnp.ones(shared.carries.shape, dtype)
+    if factors.decay is None:
+        decay = each(lambda _: jnp.where(shared.carries, one, 0), factors.values)
+    else:
+        decay = each(lambda x: jnp.where(shared.carries, x, 0), factors.decay)
+    return dataclasses.replace(
+        factors,
+        queries=each(lambda x: jnp.where(shared.enters, x, 0), factors.queries),
+        keys=each(lambda x: jnp.where(shared.stays, x, 0), factors.keys),
+        scores=scores,
+        values=values,
+        erase_keys=erase_keys,
+        pairs=pairs,
+        inverse=inverse,
+        decay=decay,
+        shared=dataclasses.replace(shared, overflow=overflow, misread=misread),
+    )
+
+
+def _zero_overflow(x, axis: int | tuple[int, ...] = -1):
     """`x` with 0 for every row (or all of `axis`) that is not finite; and where that is."""
     overflow = ~jnp.all(jnp.isfinite(x), axis=axis, keepdims=True)
     return jnp.where(overflow, 0, x), overflow
 
 
-def _contain_overflow(factors: Factors) -> Factors:
-    """`factors` without numbers that are not finite, where documents share the chunk."""
-    shared = factors.shared
-    if shared is None:
-        return factors
-    scores, misread = _zero_overflow(factors.scores)
-    values, overflow = _zero_overflow(factors.values)
-    overflow, erase_keys = shared.overflow | overflow, factors.erase_keys
-    if erase_keys is not None:
-        erase_keys, rows = _zero_overflow(erase_keys)
-        overflow = overflow | rows
-    shared = dataclasses.replace(shared, overflow=overflow, misread=misread)
-    return dataclasses.replace(factors, scores=scores, erase_keys=erase_keys, values=values, shared=shared)
-
-
-def chunk_advance(
-    state: Float[Array, "*owners key_dim width"], factors: Factors, arithmetic: Arithmetic
-) -> tuple[Float[Array, "*owners key_dim width"], Float[Array, "*owners chunk width"]]:
+def chunk_advance(state: Heads, factors: Factors, arithmetic: Arithmetic) -> tuple[Heads, Heads]:
     """The chain from chunk to chunk: the state after it, and its outputs."""
-    shared, overflow, lost = factors.shared, None, None
+    shared, lost = factors.shared, None
     if shared is not None:
-        state, lost = _zero_overflow(state, (-2, -1))
-    written = factors.values
-    if factors.erase_keys is not None:
-        written = written - matmul(factors.erase_keys, state, arithmetic)
+        state, lost = each(lambda x: _zero_overflow(x, (-2, -1)), state)
+    chunk, overflow = first(factors.values).shape[-2], None
+    if factors.erase_keys is None:
+        read = each(lambda x, state: matmul(x, state, arithmetic), factors.queries, state)
+        written = factors.values
+    else:
+        both = each(lambda *x: jnp.concatenate(x, axis=-2), factors.erase_keys, factors.queries)
+        both = each(lambda x, state: matmul(x, state, arithmetic), both, state)
+        recalled, read = each(lambda x: (x[..., :chunk, :], x[..., chunk:, :]), both)
+        right = each(jnp.subtract, factors.values, _times(recalled, factors.entry_erase))
+        if shared is not None:
+            right, overflow = each(_zero_overflow, right)
+        written = solve(factors.pairs, factors.inverse, right, arithmetic, guards=shared is not None)
     if shared is not None:
-        written, overflow = _zero_overflow(written)
-    out = matmul(factors.queries, state, arithmetic) + matmul(factors.scores, written, arithmetic)
-    kept = state if factors.decay is None else factors.decay * state
-    state = kept + matmul_tn(factors.keys, written, arithmetic)
+        written, more = each(_zero_overflow, written)
+        overflow = more if overflow is None else each(jnp.logical_or, overflow, more)
+    read = _times(read, factors.entry_decay)
+    out = each(lambda read, f, d: read + matmul(f, d, arithmetic), read, factors.scores, written)
+    kept = _times(state, factors.decay)
+    leaving = _times(written, factors.exit_decay)
+    state = each(lambda kept, k, d: kept + matmul_tn(k, d, arithmetic), kept, factors.keys, leaving)
     if shared is None:
         return state, out
-    spoiled, leaves = _spread_overflow(shared, overflow | shared.overflow, lost)
-    return jnp.where(leaves, jnp.nan, state), jnp.where(spoiled | shared.misread, jnp.nan, out)
+
+    def mark(state, out, overflow, earlier, misread, lost):
+        spoiled, leaves = _spread_overflow(shared, overflow | earlier, lost)
+        return jnp.where(leaves, jnp.nan, state), jnp.where(spoiled | misread, jnp.nan, out)
+
+    return each(mark, state, out, overflow, shared.overflow, shared.misread, lost)
 
 
 def _spread_overflow(shared: Shared, overflow, lost):
     """The rows whose outputs are lost, and whether the leaving state is: by `overflow`, or a `lost` entering state."""
-    rows, columns = _rows_and_columns(overflow.shape[-2], overflow.ndim)
-    before = shared.same & (rows >= columns) & jnp.swapaxes(overflow, -1, -2)
+    i, j = _rows_and_columns(overflow.shape[-2], overflow.shape[-2], overflow.ndim)
+    before = shared.same & (i >= j) & jnp.swapaxes(overflow, -1, -2)
     spoiled = jnp.any(before, axis=-1, keepdims=True) | (shared.enters & lost)
     return spoiled, jnp.any(shared.stays & overflow, axis=-2, keepdims=True) | (shared.carries & lost)
 
 
-def chunk_step(state, tile: Tile, arithmetic: Arithmetic):
+def chunk_step(state: Heads, tile: Tile, arithmetic: Arithmetic) -> tuple[Heads, Heads]:
     """`chunk_factors` and `chunk_advance`."""
     return chunk_advance(state, chunk_factors(tile, arithmetic), arithmetic)

@@ -68,15 +68,25 @@ def products(jaxpr):
                 yield from products(getattr(inner, "jaxpr", inner))
 
 
+def is_in_parts(product):
+    return {v.aval.dtype for v in product.invars} == {jnp.dtype(jnp.bfloat16)}
+
+
 def precisions(arrays, backend, **options):
-    """The precisions of the products of float32 by float32, forward and backward, and the number of all products."""
+    """The precisions of the products of float32 by float32, forward and backward, and the number of all products.
+
+    Without those that add up: one factor is 0 and 1 and the sum is to be exact, whatever is asked for.
+    """
     cotangents = random_cotangents(arrays, 81)
 
     def both_ways(arrays):
         results, pull = jax.vjp(lambda arrays: call(arrays, backend=backend, **options), arrays)
         return results, pull(cotangents)
 
-    found = list(products(jax.make_jaxpr(both_ways)(arrays).jaxpr))
+    every = list(products(jax.make_jaxpr(both_ways)(arrays).jaxpr))
+    sums = [x for x in every if "exact_sums" in str(x.source_info.name_stack)]
+    assert all(x.params["precision"] == (lax.Precision.HIGHEST,) * 2 or is_in_parts(x) for x in sums)
+    found = [x for x in every if x not in sums]
     full = [x for x in found if all(v.aval.dtype == jnp.float32 for v in x.invars)]
     return {x.params["precision"] for x in full}, len(full), len(found)
 
@@ -89,7 +99,7 @@ def test_every_product_of_float32_states_its_precision(inverse, member):
     for given, meant in ((None, "HIGHEST"), ("default", "DEFAULT"), ("high", "HIGH"), (lax.Precision.HIGH, "HIGH")):
         found, full, products = precisions(arrays, Chunked(), inverse=inverse, precision=given)
         assert found == {(lax.Precision[meant],) * 2}
-        assert full == products >= 20
+        assert full == products >= 15
     assert precisions(arrays, Recurrent(), inverse=inverse)[2] == 0, "sums of products have no precision to set"
 
 
@@ -107,7 +117,7 @@ def test_the_approximate_inverse_of_float32_has_no_other_rounded_product():
     _, exact, _ = precisions(arrays, Chunked())
     found, full, products = precisions(arrays, Chunked(), inverse="approx")
     assert found == {(lax.Precision.HIGHEST,) * 2}
-    assert products == exact and 0 < products - full == 2 * (2 * 5), "5 halvings of 64, forward and recomputed"
+    assert products == exact and 0 < products - full == 2 * (2 * 3), "3 halvings of 64, forward and recomputed"
 
 
 @by_backend

@@ -1,6 +1,5 @@
 """Siblings of the cases: the same classes of fault in other positions, gates, arguments, dtypes and transforms."""
 
-
 import numpy as np
 import pytest
 

@@ -37,7 +37,7 @@ def test_dtypes_promote_strictly():
 
 def test_our_own_code_is_type_checked():
     with pytest.raises(Exception, match="Type-check error"):
-        gated_delta._tile.sum_decays(jnp.ones((3, 16)).astype(jnp.int32))
+        gated_delta._heads.widen(jnp.ones((3, 2)).astype(jnp.int32), 4)
 
 
 def test_the_compilation_cache_is_off_and_there_are_four_cpu_devices():

@@ -43,6 +43,7 @@ LEVELS = {
     0: ["_types"],
     1: [
         "_gates",
+        "_heads",
         "_tile",
         "_activations",
         "_backend",

@@ -30,13 +30,20 @@ class Sizes(eqx.Module):
     key_heads: int = eqx.field(static=True)
 
 
-def settle(config: TileConfig, time: int, key_heads: int, owners: int) -> Sizes:
-    """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence."""
+def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_size: int) -> Sizes:
+    """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence.
+
+    By default up to `_OWNERS` owners with up to `_STATES` numbers of state: a matrix unit is filled by independent
+    heads, until their tiles no longer fit in the memory beside it.
+    """
     chunk = config.chunk_size or 128
     while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
         chunk //= 2
     group = owners // key_heads
-    wanted = config.owners or 8
+    wanted = config.owners or max(min(_OWNERS, _STATES // state_size), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
     return Sizes(chunk, chosen, chosen // group)
+
+
+_OWNERS, _STATES = 16, 2**20

@@ -1,17 +1,22 @@
-"""The arrays of a kernel call and the blocks that a grid step sees of them.
+"""The arrays of a kernel call, the blocks that a grid step sees of them, and the heads in a block.
 
-The grid is (batch, owner block, chunk), the last in order. Vectors, and gates as wide as their vector, are columns:
-`[batch, heads, time, dim]`. Gates of a few numbers per token are rows, `[batch, owners, groups, time]`: their tokens
-lie along the lanes, since a last axis of 1 or 4 would fill one lane in a hundred.
+The grid is (batch, owner block, chunk), the last in order. Nothing is transposed on the way in or out: a vector's block
+is `[chunk, heads, 128]`, as the caller's array lies in memory, and a head is read and written with a stride over the
+others. Vectors wider than 128 are `[chunk, tiles * heads, 128]`, the order in which a TPU keeps them. Gates of a few
+numbers per token are `[chunk, owners * groups]`.
 """
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta._tile import Arithmetic, Tile
+from gated_delta._gates import limit_log_decay
+from gated_delta._heads import LANES, Columns
+from gated_delta._tile import Arithmetic, Tile, forgets_much
 
 from ._config import Sizes
 
@@ -19,10 +24,7 @@ VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of TPU v5p and 7x; v5e and v6e ha
 
 
 class Operands(NamedTuple):
-    """Differentiable inputs, padded to whole chunks, or something for each: its block, its reference, a flag.
-
-    `None` for a gate that is not there. `Plan.rows` says which gates are rows.
-    """
+    """Differentiable inputs, padded to whole chunks and whole lanes, or something for each. `None`: no such gate."""
 
     q: Any
     k: Any
@@ -46,31 +48,130 @@ class Chunks(NamedTuple):
     entry: Any
 
 
+class Form(NamedTuple):
+    """How one operand lies: static.
+
+    - `heads`: vectors side by side for every owner or key head of the block (the values of a group); 0 for columns.
+    - `tiles`: of 128 lanes in a vector; of columns: how many belong to an owner.
+    - `blocks`: whether owner blocks have an axis of their own, `[batch, blocks, time, ...]`.
+    """
+
+    heads: int
+    tiles: int
+    blocks: bool
+
+    @property
+    def is_vector(self) -> bool:
+        return self.heads > 0
+
+
 class Plan(NamedTuple):
     """Everything static about a call."""
 
     sizes: Sizes
     arithmetic: Arithmetic
-    rows: Operands  # of bool
+    forms: Operands  # of Form | None
+    key_dim: int
+    width: int
     tied: bool
     scale: float
     has_bank: bool  # initial states are given
     has_slots: bool  # every document has states of its own
+    chooses: bool  # per chunk, how decays of key channels are treated
+    keeps_inverse: bool
     start_dtype: str  # of the states kept for the backward pass
     interpret: bool
 
+    @property
+    def used(self) -> tuple[bool, ...]:
+        """Which of the operands there are."""
+        return tuple(form is not None for form in self.forms)
 
-def used(plan: Plan) -> tuple[bool, ...]:
-    """Which of the operands there are."""
-    return tuple(x is not None for x in plan.rows)
+    def owners_of(self, index: int) -> int:
+        """How many of a block's heads operand `index` has: key heads for queries and keys."""
+        return self.sizes.key_heads if index < 2 else self.sizes.owners
+
+    def part_of(self, index: int, owners: range) -> range:
+        """The heads of operand `index` that belong to some of the block's owners."""
+        group = self.sizes.owners // self.owners_of(index)
+        return range(owners.start // group, owners.stop // group)
+
+    @property
+    def all_owners(self) -> range:
+        return range(self.sizes.owners)
+
+    @property
+    def halves(self) -> list[range]:
+        """The owners in two parts, where both have whole groups and whole pairs of rows."""
+        owners = self.sizes.owners
+        if self.sizes.key_heads % 4:
+            return [self.all_owners]
+        return [range(owners // 2), range(owners // 2, owners)]
 
 
 def compiler_params():
-    from jax.experimental.pallas import tpu as pltpu
-
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
     )
+
+
+def scratch(plan: Plan):
+    """The states that a block of owners carries from chunk to chunk, and the choice for the next one."""
+    state = pltpu.VMEM((plan.sizes.owners, plan.key_dim, plan.width), plan.arithmetic.accumulation)
+    return [state, pltpu.SMEM((1,), jnp.int32)]
+
+
+# ---- from the outer layout and back ----------------------------------------------------------------------------------
+
+
+def vector_form(array, heads: int, dim: int, block_heads: int) -> Form:
+    """Of `[batch, time, heads * parts, dim]` with `heads` in the problem and `block_heads` in a block."""
+    parts = array.shape[2] // heads
+    tiles = -(-dim // LANES)
+    rows = block_heads * parts
+    whole = block_heads == heads
+    return Form(parts, tiles, blocks=not (whole or (tiles == 1 and rows % 16 == 0)))
+
+
+def lay_vector(x, form: Form, block_heads: int):
+    """`[batch, time, heads, dim]` as `[batch, time, tiles * heads, 128]`, or with an axis of owner blocks after batch.
+
+    The first has the order of a TPU's memory: no copy is made.
+    """
+    batch, time, heads, dim = x.shape
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, form.tiles * LANES - dim)))
+    rows = block_heads * form.heads
+    if x.dtype == jnp.bfloat16 and form.tiles * rows % 2:
+        x = x.astype(jnp.float32)  # two rows of bfloat16 share a register's row
+    if not form.blocks:
+        x = jnp.swapaxes(x.reshape(batch, time, heads, form.tiles, LANES), 2, 3)
+        return x.reshape(batch, time, form.tiles * heads, LANES)
+    x = x.reshape(batch, time, heads // rows, rows, form.tiles, LANES)
+    return jnp.transpose(x, (0, 2, 1, 4, 3, 5)).reshape(batch, heads // rows, time, form.tiles * rows, LANES)
+
+
+def take_vector(x, form: Form, block_heads: int, dim: int):
+    """`lay_vector` undone."""
+    if form.blocks:
+        batch, blocks, time, _, _ = x.shape
+        rows = block_heads * form.heads
+        x = x.reshape(batch, blocks, time, form.tiles, rows, LANES)
+        x = jnp.transpose(x, (0, 2, 1, 4, 3, 5)).reshape(batch, time, blocks * rows, form.tiles * LANES)
+    else:
+        batch, time, rows, _ = x.shape
+        x = jnp.swapaxes(x.reshape(batch, time, form.tiles, rows // form.tiles, LANES), 2, 3)
+        x = x.reshape(batch, time, rows // form.tiles, form.tiles * LANES)
+    return x[..., :dim]
+
+
+def lay_columns(x, block_heads: int):
+    """`[batch, time, owners, groups]` as `[batch, blocks, time, columns]`."""
+    batch, time, owners, groups = x.shape
+    x = x.reshape(batch, time, owners // block_heads, block_heads * groups)
+    return jnp.swapaxes(x, 1, 2)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 class Blocks:
@@ -80,57 +181,172 @@ class Blocks:
     def __init__(self, plan: Plan, chunks: int, chunk_of):
         self.plan, self.chunks, self.chunk_of = plan, chunks, chunk_of
 
-    def operands(self, operands: Operands) -> Operands:
-        sizes = self.plan.sizes
-        heads = Operands(sizes.key_heads, sizes.key_heads, *(sizes.owners,) * 4)
-        return Operands(*(self._operand(*x) for x in zip(operands, heads, self.plan.rows, strict=True)))
+    def operands(self, operands: Operands) -> list[pl.BlockSpec]:
+        forms = self.plan.forms
+        return [self.operand(x, forms[i], self.plan.owners_of(i)) for i, x in enumerate(operands) if x is not None]
 
-    def _operand(self, array, heads, is_row):
-        if array is None:
-            return None
+    def operand(self, array, form: Form, block_heads: int) -> pl.BlockSpec:
         chunk, chunk_of = self.plan.sizes.chunk, self.chunk_of
-        if is_row:
-            return pl.BlockSpec((1, heads, array.shape[2], chunk), lambda b, h, c, *_: (b, h, 0, chunk_of(c)))
-        return pl.BlockSpec((1, heads, chunk, array.shape[3]), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
+        if not form.is_vector:
+            return pl.BlockSpec((1, 1, chunk, array.shape[3]), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
+        if form.blocks:
+            shape = (1, 1, chunk, *array.shape[3:])
+            return pl.BlockSpec(shape, lambda b, h, c, *_: (b, h, chunk_of(c), 0, 0))
+        shape = (1, chunk, form.tiles * block_heads * form.heads, LANES)
+        return pl.BlockSpec(shape, lambda b, h, c, *_: (b, chunk_of(c), h, 0))
 
-    def column(self, dim: int):
-        """`[batch, owners, time, dim]`."""
-        sizes, chunk_of = self.plan.sizes, self.chunk_of
-        return pl.BlockSpec((1, sizes.owners, sizes.chunk, dim), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
+    def following(self, array) -> pl.BlockSpec:
+        """The log decays of the chunk that the next grid step works on."""
+        last, chunk_of = self.chunks - 1, self.chunk_of
+        then = Blocks(self.plan, self.chunks, lambda c: chunk_of(jnp.minimum(c + 1, last)))
+        return then.operand(array, self.plan.forms.log_decay, self.plan.sizes.owners)
 
     def document(self):
         """`[batch, 1, time]`."""
         chunk_of = self.chunk_of
         return pl.BlockSpec((1, 1, self.plan.sizes.chunk), lambda b, h, c, *_: (b, 0, chunk_of(c)))
 
-    def start(self, key_dim: int, width: int):
-        """`[batch, owners, chunks, key_dim, width]`."""
+    def per_chunk(self, rows: int, columns: int):
+        """`[batch, owners, chunks, rows, columns]`: a matrix for every owner and chunk."""
         chunk_of = self.chunk_of
-        shape = (1, self.plan.sizes.owners, 1, key_dim, width)
+        shape = (1, self.plan.sizes.owners, 1, rows, columns)
         return pl.BlockSpec(shape, lambda b, h, c, *_: (b, h, chunk_of(c), 0, 0))
 
-    def slot(self, key_dim: int, width: int):
+    def slot(self):
         """`[batch, slots, owners, key_dim, width]`: the block of the slot that the chunk belongs to."""
         chunk_of, chunks = self.chunk_of, self.chunks
-        shape = (1, 1, self.plan.sizes.owners, key_dim, width)
+        shape = (1, 1, self.plan.sizes.owners, self.plan.key_dim, self.plan.width)
         return pl.BlockSpec(shape, lambda b, h, c, slot, *_: (b, slot[b * chunks + chunk_of(c)], h, 0, 0))
 
 
-def load_tile(plan: Plan, refs: Operands, document_ref, entry) -> Tile:
-    """The chunk's inputs as `_tile` takes them."""
-    values = Operands(*(None if ref is None else ref[0] for ref in refs))
-    log_decay, erase, write = (
-        jnp.swapaxes(x, -1, -2) if is_row else x for x, is_row in zip(values[3:], plan.rows[3:], strict=True)
-    )
-    document = None if document_ref is None else document_ref[...]
-    entry = None if document_ref is None else jnp.full((1, 1, 1), entry, jnp.int32)
-    return Tile(values.q, values.k, values.v, log_decay, erase, erase if plan.tied else write, document, entry)
+# ---- heads in a block ------------------------------------------------------------------------------------------------
 
 
-def store_cotangents(plan: Plan, refs: Operands, tile: Operands):
-    for ref, value, is_row in zip(refs, tile, plan.rows, strict=True):
-        if ref is not None:
-            ref[0] = (jnp.swapaxes(value, -1, -2) if is_row else value).astype(ref.dtype)
+def load_vectors(ref, form: Form, heads: int, interpret: bool, which: range | None = None) -> list:
+    """`[chunk, dim]` of every head, or of those asked for; float32 where two heads share registers."""
+    rows = heads * form.heads
+    ref = ref.at[(0,) * (len(ref.shape) - 3)]
+
+    def head(h):
+        tiles = [
+            _load_row(ref, t * rows + h * form.heads + part, interpret)
+            for part in range(form.heads)
+            for t in range(form.tiles)
+        ]
+        return tiles[0] if len(tiles) == 1 else jnp.concatenate(tiles, axis=-1)
+
+    return [head(h) for h in which or range(heads)]
+
+
+def store_vectors(ref, values: list, form: Form, heads: int, interpret: bool, which: range | None = None):
+    """The inverse of `load_vectors`. Heads that are asked for come in pairs of rows."""
+    which = which or range(heads)
+    ref = ref.at[(0,) * (len(ref.shape) - 3)]
+    chunk, count, _ = ref.shape
+
+    def value(tile, h, part):
+        lane = (part * form.tiles + tile) * LANES
+        return values[h - which.start][:, lane : lane + LANES]
+
+    rows = {
+        (tile * heads + h) * form.heads + part: value(tile, h, part)
+        for tile in range(form.tiles)
+        for h in which
+        for part in range(form.heads)
+    }
+    if interpret or ref.dtype.itemsize == 4:
+        for index, x in rows.items():
+            _store_row(ref, index, x, interpret)
+        return
+    pairs = ref.bitcast(jnp.uint32).reshape(chunk * count // 2, LANES)
+    for index in sorted(rows)[::2]:
+        both = pltpu.pack_elementwise([rows[index], rows[index + 1]], packed_dtype=ref.dtype)
+        both = lax.bitcast_convert_type(both, jnp.uint32)
+        pairs[pl.ds(index // 2, chunk, stride=count // 2), :] = both
+
+
+def _load_row(ref, index: int, interpret: bool):
+    """`[chunk, 128]`. The TPU interpreter knows neither strides nor bitcasts of references: it indexes."""
+    if interpret:
+        return ref[:, index, :]
+    chunk, count, _ = ref.shape
+    if ref.dtype.itemsize == 4:
+        return ref.reshape(chunk * count, LANES)[pl.ds(index, chunk, stride=count), :]
+    pairs = ref.bitcast(jnp.uint32).reshape(chunk * count // 2, LANES)
+    both = pairs[pl.ds(index // 2, chunk, stride=count // 2), :]
+    bits = both & jnp.uint32(0xFFFF0000) if index % 2 else both << 16
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _store_row(ref, index: int, value, interpret: bool):
+    if interpret:
+        ref[:, index, :] = value.astype(ref.dtype)
+        return
+    chunk, count, _ = ref.shape
+    ref.reshape(chunk * count, LANES)[pl.ds(index, chunk, stride=count), :] = value.astype(ref.dtype)
+
+
+def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
+    """The chunk's inputs for some of the block's owners."""
+
+    def load(i, ref, form):
+        if ref is None:
+            return None
+        which = plan.part_of(i, owners)
+        if form.is_vector:
+            return load_vectors(ref, form, plan.owners_of(i), plan.interpret, which)
+        return Columns(ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles], form.tiles)
+
+    return Operands(*(load(i, *x) for i, x in enumerate(zip(refs, plan.forms, strict=True))))
+
+
+def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:
+    """The chunk as `_tile` takes it, its queries scaled."""
+    document = None if document_ref is None else document_ref[0]
+    entry = None if document_ref is None else jnp.full((1, 1), entry, jnp.int32)
+    log_decay = jax.tree.map(limit_log_decay, x.log_decay)
+    q = [plan.scale * q.astype(plan.arithmetic.accumulation) for q in x.q]
+    return Tile(q, x.k, x.v, log_decay, x.erase, x.erase if plan.tied else x.write, document, entry)
+
+
+def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
+    """`run(arithmetic, owners)` with the arithmetic that the chunk's decays allow; the larger one in two parts.
+
+    The choice for the following chunk is made beside this one's work, so that nothing waits for it.
+    """
+    if not plan.chooses:
+        run(plan.arithmetic, plan.all_owners)
+        return
+    form = plan.forms.log_decay
+
+    def much(ref):
+        log_decay = load_vectors(ref, form, plan.sizes.owners, plan.interpret)
+        return forgets_much(log_decay).astype(jnp.int32)
+
+    @pl.when(pl.program_id(2) == 0)
+    def _():
+        much_ref[0] = much(refs.log_decay)
+
+    forgets = much_ref[0] == 1
+
+    def either(near, parts):
+        for owners in parts:
+            run(plan.arithmetic._replace(near=near), owners)
+        much_ref[0] = much(following_ref)
+
+    pl.when(forgets)(lambda: either("selected", plan.halves))
+    pl.when(~forgets)(lambda: either("cheap", [plan.all_owners]))
+
+
+def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: range):
+    for i, (ref, value, form) in enumerate(zip(refs, cotangents, plan.forms, strict=True)):
+        if ref is None:
+            continue
+        which = plan.part_of(i, owners)
+        if form.is_vector:
+            store_vectors(ref, value, form, plan.owners_of(i), plan.interpret, which)
+        else:
+            ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles] = value.values.astype(ref.dtype)
 
 
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:

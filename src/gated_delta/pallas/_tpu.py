@@ -1,7 +1,7 @@
 """`PallasTPU`: a problem brought into the kernels' layout, and the custom derivative that joins the two."""
 
 import functools
-from typing import cast
+from typing import Any, Literal, cast
 
 import equinox as eqx
 import jax
@@ -10,82 +10,219 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gated_delta._backend import AbstractBackend, Problem, Result
 from gated_delta._chunk_layout import ChunkLayout, lay_out
-from gated_delta._tile import Arithmetic
+from gated_delta._finite import contained
+from gated_delta._heads import LANES
+from gated_delta._tile import FAR, NEAR, Arithmetic
+from gated_delta._types import no_type_check
 
-from ._config import TileConfig, settle
-from ._layout import Chunks, Operands, Plan
+from ._config import Sizes, TileConfig, settle
+from ._layout import Chunks, Form, Operands, Plan, lay_columns, lay_vector, take_vector, vector_form
 from ._tpu_backward import backward
 from ._tpu_forward import forward
 
 
+@no_type_check
 class PallasTPU(AbstractBackend):
     """Runs the operator on a TPU as one fused kernel, and its gradient as a second one.
 
     - `config`: sizes of the tiles; `None` in it leaves a size to the backend.
+    - `residuals`: what the forward kernel keeps for the backward one beside the inputs. `"states"`: the state that
+        enters each chunk. `"all"`: the inverse of each chunk's solve as well. `"none"`: nothing; the forward kernel
+        runs again. They are named `gated_delta_states` and `gated_delta_inverses` for `jax.checkpoint` policies.
     - `interpret`: run in JAX's TPU interpreter, on any machine: slow, for tests.
+    - `ahead_of_time`: do not ask for a TPU here, for `jax.export` and compilation on a machine that has none.
     """
 
+    contains = True
+
     config: TileConfig = eqx.field(default_factory=TileConfig)
+    residuals: Literal["states", "all", "none"] = eqx.field(static=True, default="states")
     interpret: bool = eqx.field(static=True, default=False)
+    ahead_of_time: bool = eqx.field(static=True, default=False)
+
+    def __check_init__(self):
+        if self.residuals not in ("states", "all", "none"):
+            raise ValueError(f"`PallasTPU(residuals={self.residuals!r})` must be 'states', 'all' or 'none'.")
 
     def why_not(self, problem: Problem) -> str | None:
         if problem.operand == jnp.float64:
             return "float64 has no TPU kernel; Chunked and Recurrent compute it"
         if problem.inverse not in ("exact", "approx"):
             return f"inverse={problem.inverse!r} does not run inside a kernel; 'exact' and 'approx' do"
-        if not self.interpret and jax.default_backend() != "tpu":
+        if not (self.interpret or self.ahead_of_time) and jax.default_backend() != "tpu":
             return f"it needs a TPU, and the default platform is {jax.default_backend()}"
         return None
 
     def __call__(self, problem: Problem) -> Result:
-        sizes = settle(self.config, problem.k.shape[1], problem.k.shape[2], problem.v.shape[2])
+        # What crosses a `cond` is a real array: it has the caller's shape, with the heads of a group apart.
+        arrays, static = eqx.partition(_with_heads_apart(problem), eqx.is_array)
+        floats, integers = eqx.partition(arrays, eqx.is_inexact_array)
+        out, state = cast(Result, _guarded((self, static), floats, integers))
+        return out.reshape(problem.v.shape), state
+
+    def launch(self, problem: Problem) -> tuple[Result, Any]:
+        """The kernels' result, and whether anything in it is not finite."""
+        batch, slots, owners, key_dim, width = problem.state_shape
+        parts = _value_heads(problem) // owners
+        dim = width // parts
+        laid_key_dim, laid_width = _whole_lanes(key_dim), parts * _whole_lanes(dim)
+        sizes = settle(self.config, problem.k.shape[1], problem.k.shape[2], owners, laid_key_dim * laid_width)
         layout = lay_out(problem, sizes.chunk)
         dtype = problem.accumulation
         scale, q = problem.scale, problem.q
         if not isinstance(scale, float):  # only a number known here goes into the kernel
             q, scale = (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype), 1.0
-        operands, rows = _operands(problem, q, layout)
+        operands, forms = _operands(problem, q, layout, sizes, parts)
         has_slots = layout.slot is not None
+        bounded = problem.log_decay_min is not None and NEAR * problem.log_decay_min >= FAR
+        by_channel = forms.log_decay is not None and forms.log_decay.is_vector
+        cheap = by_channel and problem.operand == jnp.bfloat16
+        near = "cheap" if cheap and bounded else "safe"
         plan = Plan(
             sizes=sizes,
-            arithmetic=Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max),
-            rows=rows,
+            arithmetic=Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max, near),
+            forms=forms,
+            key_dim=laid_key_dim,
+            width=laid_width,
             tied=problem.tied,
             scale=scale,
-            has_bank=problem.initial_state is not None,
+            has_bank=problem.initial_state is not None or has_slots,
             has_slots=has_slots,
+            chooses=cheap and not bounded,
+            keeps_inverse=self.residuals == "all" and problem.erase is not None,
             start_dtype=problem.operand.name,
             interpret=self.interpret,
         )
         chunks = _chunks(problem, layout, sizes.chunk)
         document = None if layout.document is None else layout.document[:, None]
-        bank = problem.initial_state
-        if has_slots:  # chunks without a document have a slot of their own, which nobody reads
-            spare = jnp.zeros((problem.state_shape[0], 1, *problem.state_shape[2:]), dtype)
-            given = jnp.zeros(problem.state_shape, dtype) if bank is None else bank
-            bank = jnp.concatenate([given, spare], axis=1)
-            plan = plan._replace(has_bank=True)
-        out, final = cast(Result, _run(plan, operands, chunks, document, bank))
-        out = layout.gather(jnp.swapaxes(out, 1, 2))
-        return out, final[:, : problem.slots]
+        bank = None
+        if plan.has_bank:
+            bank = problem.initial_state
+            bank = jnp.zeros(problem.state_shape, dtype) if bank is None else bank
+            bank = bank.reshape(batch, slots, owners, key_dim, parts, dim)
+            # Chunks without a document have a slot of their own, which nobody reads.
+            tail = ((0, 0), (0, laid_key_dim - key_dim), (0, 0), (0, laid_width // parts - dim))
+            bank = jnp.pad(bank, ((0, 0), (0, int(has_slots)), *tail))
+            bank = bank.reshape(*bank.shape[:4], laid_width)
+        out, final, check = cast(Any, _run(self.residuals == "none", plan, operands, chunks, document, bank))
+        out = layout.gather(take_vector(out, forms.v, sizes.owners, dim))
+        final = final[:, :slots, :, :key_dim].reshape(batch, slots, owners, key_dim, parts, laid_width // parts)
+        result = out.reshape(*out.shape[:2], owners, width), final[..., :dim].reshape(problem.state_shape)
+        return result, ~jnp.isfinite(jax.lax.stop_gradient(check)).all()
 
 
-def _operands(problem: Problem, q, layout: ChunkLayout) -> tuple[Operands, Operands]:
-    """Inputs as columns or rows of whole chunks, and which are rows."""
+def _with_heads_apart(problem: Problem) -> Problem:
+    def split(x):
+        return x.reshape(*x.shape[:2], x.shape[2] * problem.group, x.shape[3] // problem.group)
+
+    write = problem.write
+    if write is not None and write.shape[3] == problem.v.shape[3]:
+        write = split(write)
+    return _with(problem, split(problem.v), write)
+
+
+def _with_groups(problem: Problem) -> Problem:
+    """`_with_heads_apart` undone."""
+    group, write = problem.group, problem.write
+
+    def join(x):
+        return x.reshape(*x.shape[:2], x.shape[2] // group, x.shape[3] * group)
+
+    if write is not None and write.shape[2:] == problem.v.shape[2:]:
+        write = join(write)
+    return _with(problem, join(problem.v), write)
+
+
+def _with(problem: Problem, v, write) -> Problem:
+    """Without a check of shapes: with heads apart it is a mere container."""
+    where = (lambda x: x.v) if write is None else (lambda x: (x.v, x.write))
+    return eqx.tree_at(where, problem, v if write is None else (v, write))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _guarded(how, floats, integers):
+    """The kernels' result; where it is not finite, that of the kernels for a problem without what is not.
+
+    So a bad token costs a second run when there is one, and otherwise the look at the outputs.
+    """
+    backend, static = how
+    result, bad = _launch(backend, eqx.combine(floats, integers, static))
+    return jax.lax.cond(bad, lambda: _contained(how, integers, floats), lambda: result)
+
+
+def _launch(backend: PallasTPU, problem: Problem):
+    (out, state), bad = backend.launch(_with_groups(problem))
+    return (out.reshape(problem.v.shape), state), bad
+
+
+def _contained(how, integers, floats):
+    backend, static = how
+    floats = jax.lax.optimization_barrier(
+        floats
+    )  # else XLA moves the reshapes below out of the branch: a copy each time
+    problem = eqx.combine(floats, integers, static)
+    out, state = contained(lambda clean: backend.launch(clean)[0], _with_groups(problem))
+    return out.reshape(problem.v.shape), state
+
+
+def _guarded_fwd(how, floats, integers):
+    backend, static = how
+    result, pull, bad = jax.vjp(lambda x: _launch(backend, eqx.combine(x, integers, static)), floats, has_aux=True)
+    result = jax.lax.cond(bad, lambda: _contained(how, integers, floats), lambda: result)
+    return result, (floats, integers, pull, bad)
+
+
+def _guarded_bwd(how, residuals, cotangents):
+    floats, integers, pull, bad = residuals
+
+    def again():
+        return jax.vjp(functools.partial(_contained, how, integers), floats)[1](cotangents)
+
+    return jax.lax.cond(bad, again, lambda: pull(cotangents))[0], None
+
+
+_guarded.defvjp(_guarded_fwd, _guarded_bwd)
+
+
+def _whole_lanes(dim: int) -> int:
+    return -(-dim // LANES) * LANES
+
+
+def _value_heads(problem: Problem) -> int:
+    """Values of how many heads lie in all owners' widths."""
+    return problem.v.shape[2] * problem.group
+
+
+def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int) -> tuple[Operands, Operands]:
+    """Inputs as vectors or columns of whole chunks, and the form of each."""
     key_dim, width = problem.k.shape[3], problem.v.shape[3]
+    log_decay = problem.log_decay
+    if key_dim % LANES and log_decay is not None and 1 < log_decay.shape[3] < key_dim:
+        log_decay = jnp.repeat(log_decay, key_dim // log_decay.shape[3], axis=3)  # tiles would not lie in whole lanes
 
-    def lay(x, dim):
+    def vector(x, block_heads, parts=1):
+        batch, time, heads, dim = x.shape
+        x = layout.lay(x.reshape(batch, time, heads * parts, dim // parts))
+        form = vector_form(x, heads, dim // parts, block_heads)
+        return lay_vector(x, form, block_heads), form
+
+    def gate(x, dim, parts=1):
         if x is None:
             return None, None
-        is_row = dim is not None and x.shape[3] != dim
-        x = layout.lay(x)
-        return jnp.transpose(x, (0, 2, 3, 1) if is_row else (0, 2, 1, 3)), is_row
+        if x.shape[3] == dim > 1:
+            return vector(x, sizes.owners, parts)
+        return lay_columns(layout.lay(x), sizes.owners), Form(0, x.shape[3], True)
 
     write = None if problem.tied else problem.write
-    arrays = (q, problem.k, problem.v, problem.log_decay, problem.erase, write)
-    dims = (None, None, None, key_dim, key_dim, width)
-    pairs = [lay(x, dim) for x, dim in zip(arrays, dims, strict=True)]
-    return Operands(*(x for x, _ in pairs)), Operands(*(is_row for _, is_row in pairs))
+    pairs = [
+        vector(q, sizes.key_heads),
+        vector(problem.k, sizes.key_heads),
+        vector(problem.v, sizes.owners, parts),
+        gate(log_decay, key_dim),
+        gate(problem.erase, key_dim),
+        gate(write, width, parts),
+    ]
+    return Operands(*(x for x, _ in pairs)), Operands(*(form for _, form in pairs))
 
 
 def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:
@@ -105,20 +242,25 @@ def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:
     return Chunks(*(x.astype(jnp.int32).reshape(-1) for x in (slot, begin, end, entry)))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _run(plan: Plan, operands: Operands, chunks: Chunks, document, bank):
-    out, final, *_ = forward(plan, operands, chunks, document, bank, operands.v.dtype, keep_starts=False)
-    return out, final
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _run(recomputes: bool, plan: Plan, operands: Operands, chunks: Chunks, document, bank):
+    return tuple(forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=False))
 
 
-def _run_fwd(plan, operands, chunks, document, bank):
-    out, final, starts = forward(plan, operands, chunks, document, bank, operands.v.dtype, keep_starts=True)
-    return (out, final), (operands, chunks, document, checkpoint_name(starts, "gated_delta_states"))
+def _run_fwd(recomputes, plan, operands, chunks, document, bank):
+    if recomputes:
+        return _run(recomputes, plan, operands, chunks, document, bank), (operands, chunks, document, bank, ())
+    out, final, check, *kept = forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=True)
+    names = ("gated_delta_states", "gated_delta_inverses")
+    kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
+    return (out, final, check), (operands, chunks, document, None, kept)
 
 
-def _run_bwd(plan, residuals, cotangents):
-    operands, chunks, document, starts = residuals
-    d_operands, d_bank = backward(plan, operands, chunks, document, starts, *cotangents)
+def _run_bwd(recomputes, plan, residuals, cotangents):
+    operands, chunks, document, bank, kept = residuals
+    if recomputes:
+        kept: Any = forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=True)[3:]
+    d_operands, d_bank = backward(plan, operands, chunks, document, kept, *cotangents[:2])
     return d_operands, Chunks(None, None, None, None), None, d_bank if plan.has_bank else None
 
 

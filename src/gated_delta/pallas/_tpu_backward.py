@@ -1,6 +1,7 @@
-"""The backward kernel: `jax.vjp` of `_tile.chunk_step` in every chunk, from the last to the first.
+"""The backward kernel: `jax.vjp` of `_tile`'s chunk in every chunk, from the last to the first.
 
-It reads the inputs and the state at the start of each chunk, and carries the cotangent of the state in VMEM.
+It reads the inputs, the state at the start of each chunk and, where it was kept, the chunk's inverse; it carries the
+cotangent of the state in VMEM.
 """
 
 import functools
@@ -9,70 +10,98 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta._tile import Tile, chunk_step
+from gated_delta._tile import chunk_advance, chunk_factors
 
-from ._layout import Blocks, Chunks, Operands, Plan, compiler_params, like, load_tile, store_cotangents, used
+from ._layout import (
+    Blocks,
+    Chunks,
+    Operands,
+    Plan,
+    by_decay,
+    compiler_params,
+    like,
+    load_operands,
+    load_vectors,
+    scratch,
+    store_cotangents,
+    tile_of,
+)
 
 
 def _body(plan: Plan, chunks: int, has_document: bool, *refs):
     scalars, refs = Chunks(*refs[:4]), list(refs[4:])
-    tile_refs = Operands(*(refs.pop(0) if here else None for here in used(plan)))
+    tile_refs = Operands(*(refs.pop(0) if here else None for here in plan.used))
+    following_ref = refs.pop(0) if plan.chooses else None
     document_ref = refs.pop(0) if has_document else None
-    starts_ref, d_out_ref, d_final_ref = refs.pop(0), refs.pop(0), refs.pop(0)
+    starts_ref = refs.pop(0)
+    inverse_ref = refs.pop(0) if plan.keeps_inverse else None
+    d_out_ref, d_final_ref = refs.pop(0), refs.pop(0)
     if plan.has_slots:
         refs.pop(0)  # the cotangents of slots without a chunk: the output's own memory
-    d_tile_refs = Operands(*(refs.pop(0) if here else None for here in used(plan)))
-    d_bank_ref, carry = refs
+    d_tile_refs = Operands(*(refs.pop(0) if here else None for here in plan.used))
+    d_bank_ref, carry, much_ref = refs
     at = pl.program_id(0) * chunks + chunks - 1 - pl.program_id(2)  # the last chunk first
 
     @pl.when(scalars.end[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
     def _():
         carry[...] = d_final_ref[0, 0]
 
-    tile = load_tile(plan, tile_refs, document_ref, scalars.entry[at])
-    differentiable = Operands(tile.q, tile.k, tile.v, tile.log_decay, tile.erase, None if plan.tied else tile.write)
+    def run(arithmetic, owners):
+        operands = load_operands(plan, tile_refs, owners)
+        inverse = None if inverse_ref is None else [inverse_ref[0, h, 0].astype(carry.dtype) for h in owners]
 
-    def step(state, x: Operands):
-        write = x.erase if plan.tied else x.write
-        tile_x = Tile(x.q, x.k, x.v, x.log_decay, x.erase, write, tile.document, tile.entry)
-        return chunk_step(state, tile_x, plan.arithmetic)
+        def step(state, x: Operands):
+            tile = tile_of(plan, x, document_ref, scalars.entry[at])
+            return chunk_advance(state, chunk_factors(tile, arithmetic, inverse), arithmetic)
 
-    state = starts_ref[0, :, 0].astype(carry.dtype)
-    pull = jax.vjp(step, state, differentiable)[1]
-    d_state, d_operands = pull((carry[...], plan.scale * d_out_ref[0].astype(carry.dtype)))
-    store_cotangents(plan, d_tile_refs, d_operands)
-    carry[...] = d_state
-    d_bank_ref[0, 0] = d_state
+        pull = jax.vjp(step, [starts_ref[0, h, 0].astype(carry.dtype) for h in owners], operands)[1]
+        d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interpret, owners)
+        d_out = [x.astype(carry.dtype) for x in d_out]
+        d_state, d_operands = pull(([carry[h] for h in owners], d_out))
+        store_cotangents(plan, d_tile_refs, d_operands, owners)
+        for i, h in enumerate(owners):
+            carry[h] = d_state[i]
+
+    by_decay(plan, tile_refs, following_ref, much_ref, run)
+
+    @pl.when(scalars.begin[at] == 1 if plan.has_slots else pl.program_id(2) == chunks - 1)
+    def _():
+        d_bank_ref[0, 0] = carry[...]
 
 
-def backward(plan: Plan, operands: Operands, chunks: Chunks, document, starts, d_out, d_final):
-    """Cotangents of `operands`, in their dtypes, and of the initial states."""
-    batch, owners, time, width = operands.v.shape
-    key_dim, count = operands.k.shape[3], time // plan.sizes.chunk
+def backward(plan: Plan, operands: Operands, chunks: Chunks, document, residuals, d_out, d_final):
+    """Cotangents of `operands`, in their dtypes and as they lie, and of the initial states."""
+    sizes, form = plan.sizes, plan.forms.v
+    time = operands.v.shape[2 if form.blocks else 1]
+    blocks_of_owners = d_final.shape[2] // sizes.owners
+    count, batch = time // sizes.chunk, d_final.shape[0]
     blocks = Blocks(plan, count, lambda c: count - 1 - c)
     inputs = [x for x in operands if x is not None]
-    specs = [x for x in blocks.operands(operands) if x is not None]
+    specs = blocks.operands(operands)
     d_shapes = [like(x.shape, x.dtype, d_out, *inputs) for x in inputs]
     d_specs: list[pl.BlockSpec] = list(specs)
+    if plan.chooses:
+        inputs, specs = [*inputs, operands.log_decay], [*specs, blocks.following(operands.log_decay)]
     if document is not None:
         inputs, specs = [*inputs, document], [*specs, blocks.document()]
-    inputs += [starts, d_out, d_final]
-    specs += [blocks.start(key_dim, width), blocks.column(width), blocks.slot(key_dim, width)]
+    inputs += [*residuals, d_out, d_final]
+    specs += [blocks.per_chunk(*x.shape[3:]) for x in residuals]
+    specs += [blocks.operand(d_out, form, sizes.owners), blocks.slot()]
     aliases = {}
     if plan.has_slots:
         aliases = {len(chunks) + len(inputs): len(d_shapes)}
         inputs, specs = [*inputs, d_final], [*specs, pl.BlockSpec(memory_space=pl.ANY)]
     d_shapes.append(like(d_final.shape, d_final.dtype, *inputs))
-    d_specs.append(blocks.slot(key_dim, width))
+    d_specs.append(blocks.slot())
     *d_operands, d_bank = pl.pallas_call(
         functools.partial(_body, plan, count, document is not None),
         out_shape=d_shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(chunks),
-            grid=(batch, owners // plan.sizes.owners, count),
+            grid=(batch, blocks_of_owners, count),
             in_specs=specs,
             out_specs=d_specs,
-            scratch_shapes=[pltpu.VMEM((plan.sizes.owners, key_dim, width), plan.arithmetic.accumulation)],
+            scratch_shapes=scratch(plan),
         ),
         input_output_aliases=aliases,
         compiler_params=compiler_params(),

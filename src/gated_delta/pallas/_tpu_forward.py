@@ -1,7 +1,6 @@
-"""The forward kernel: one grid step per block of owners and chunk, states kept in VMEM. The maths is
-`_tile.chunk_step`.
+"""The forward kernel: one grid step per block of owners and chunk, states kept in VMEM. The maths is `_tile`'s.
 
-Residual: the state at the start of every chunk.
+Residuals: the state at the start of every chunk and, where the plan says so, the inverses of its solve.
 """
 
 import functools
@@ -10,67 +9,120 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta._tile import chunk_step
+from gated_delta._heads import LANES
+from gated_delta._tile import SOLVED, chunk_advance, chunk_factors
 
-from ._layout import Blocks, Chunks, Operands, Plan, compiler_params, like, load_tile, used
+from ._layout import (
+    Blocks,
+    Chunks,
+    Form,
+    Operands,
+    Plan,
+    by_decay,
+    compiler_params,
+    like,
+    load_operands,
+    scratch,
+    store_vectors,
+    tile_of,
+)
 
 
-def _body(plan: Plan, chunks: int, has_document: bool, *refs):
+def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bool, *refs):
     scalars, refs = Chunks(*refs[:4]), list(refs[4:])
-    tile_refs = Operands(*(refs.pop(0) if here else None for here in used(plan)))
+    tile_refs = Operands(*(refs.pop(0) if here else None for here in plan.used))
+    following_ref = refs.pop(0) if plan.chooses else None
     document_ref = refs.pop(0) if has_document else None
     bank_ref = refs.pop(0) if plan.has_bank else None
     if plan.has_slots:
         refs.pop(0)  # the final states' own memory, which begins as the initial states: what slots without a chunk keep
-    out_ref, final_ref, *starts_ref, carry = refs
+    out_ref, final_ref, check_ref = refs.pop(0), refs.pop(0), refs.pop(0)
+    starts_ref = refs.pop(0) if keeps else None
+    inverse_ref = refs.pop(0) if keeps and plan.keeps_inverse else None
+    carry, much_ref = refs
     at = pl.program_id(0) * chunks + pl.program_id(2)
 
     @pl.when(scalars.begin[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
     def _():
         carry[...] = jnp.zeros_like(carry) if bank_ref is None else bank_ref[0, 0]
 
-    for ref in starts_ref:
-        ref[0, :, 0] = carry[...].astype(ref.dtype)
-    state, out = chunk_step(carry[...], load_tile(plan, tile_refs, document_ref, scalars.entry[at]), plan.arithmetic)
-    carry[...] = state
-    out_ref[0] = (plan.scale * out).astype(out_ref.dtype)
-    final_ref[0, 0] = state
+    check_ref[...] = jnp.zeros_like(check_ref)
+
+    def run(arithmetic, owners):
+        operands = load_operands(plan, tile_refs, owners)
+        state = [carry[h] for h in owners]
+        factors = chunk_factors(tile_of(plan, operands, document_ref, scalars.entry[at]), arithmetic)
+        for i, h in enumerate(owners):
+            if starts_ref is not None:
+                starts_ref[0, h, 0] = state[i].astype(starts_ref.dtype)
+            if inverse_ref is not None and factors.inverse is not None:
+                inverse_ref[0, h, 0] = factors.inverse[i].astype(inverse_ref.dtype)
+        state, out = chunk_advance(state, factors, arithmetic)
+        store_vectors(out_ref, out, out_form, plan.sizes.owners, plan.interpret, owners)
+        check_ref[0, 0, 0] += _sum_of_all(out)
+        for i, h in enumerate(owners):
+            carry[h] = state[i]
+
+    by_decay(plan, tile_refs, following_ref, much_ref, run)
+
+    @pl.when(scalars.end[at] == 1 if plan.has_slots else pl.program_id(2) == chunks - 1)
+    def _():
+        final_ref[0, 0] = carry[...]
 
 
-def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_dtype, keep_starts: bool):
-    """Outputs `[batch, owners, time, width]`, final states like `bank`, and the states at chunk starts if
-    `keep_starts`."""
-    batch, owners, time, width = operands.v.shape
-    key_dim, count = operands.k.shape[3], time // plan.sizes.chunk
+def _sum_of_all(out):
+    """`[8, 128]` sums: not finite if anything in `out` is not, and a bad token spoils at least its own output."""
+    rows, columns = out[0].shape
+    parts = (x[i : i + 8, j : j + LANES] for x in out for i in range(0, rows, 8) for j in range(0, columns, LANES))
+    return functools.reduce(jnp.add, parts)
+
+
+def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_dtype, keeps: bool):
+    """Outputs laid as the values are, final states like `bank`, sums `[batch, blocks, chunks, 8, 128]` that are not
+    finite where an output is not, and the residuals if `keeps`."""
+    sizes, form = plan.sizes, plan.forms.v
+    values = operands.v
+    time = values.shape[2 if form.blocks else 1]
+    rows = sizes.owners * form.heads * form.tiles
+    blocks_of_owners = values.shape[1] if form.blocks else values.shape[2] // rows
+    owners, count, batch = blocks_of_owners * sizes.owners, time // sizes.chunk, values.shape[0]
     blocks = Blocks(plan, count, lambda c: c)
     inputs = [x for x in operands if x is not None]
-    specs = [x for x in blocks.operands(operands) if x is not None]
+    specs = blocks.operands(operands)
+    if plan.chooses:
+        inputs, specs = [*inputs, operands.log_decay], [*specs, blocks.following(operands.log_decay)]
     if document is not None:
         inputs, specs = [*inputs, document], [*specs, blocks.document()]
     if bank is not None:
-        inputs, specs = [*inputs, bank], [*specs, blocks.slot(key_dim, width)]
+        inputs, specs = [*inputs, bank], [*specs, blocks.slot()]
     aliases = {}
     if plan.has_slots:
         aliases = {len(chunks) + len(inputs): 1}
         inputs, specs = [*inputs, bank], [*specs, pl.BlockSpec(memory_space=pl.ANY)]
     slots = 1 if bank is None else bank.shape[1]
     shapes = [
-        like((batch, owners, time, width), out_dtype, *inputs),
-        like((batch, slots, owners, key_dim, width), plan.arithmetic.accumulation, *inputs),
+        like(values.shape, out_dtype, *inputs),
+        like((batch, slots, owners, plan.key_dim, plan.width), plan.arithmetic.accumulation, *inputs),
     ]
-    out_specs = [blocks.column(width), blocks.slot(key_dim, width)]
-    if keep_starts:
-        shapes.append(like((batch, owners, count, key_dim, width), plan.start_dtype, *inputs))
-        out_specs.append(blocks.start(key_dim, width))
+    shapes.append(like((batch, blocks_of_owners, count, 8, LANES), plan.arithmetic.accumulation, *inputs))
+    check_spec = pl.BlockSpec((1, 1, 1, 8, LANES), lambda b, h, c, *_: (b, h, c, 0, 0))
+    out_specs = [blocks.operand(values, form, sizes.owners), blocks.slot(), check_spec]
+    if keeps:
+        shapes.append(like((batch, owners, count, plan.key_dim, plan.width), plan.start_dtype, *inputs))
+        out_specs.append(blocks.per_chunk(plan.key_dim, plan.width))
+    if keeps and plan.keeps_inverse:
+        rows = min(SOLVED, sizes.chunk)
+        shapes.append(like((batch, owners, count, rows, sizes.chunk), plan.start_dtype, *inputs))
+        out_specs.append(blocks.per_chunk(rows, sizes.chunk))
     return pl.pallas_call(
-        functools.partial(_body, plan, count, document is not None),
+        functools.partial(_body, plan, count, document is not None, form, keeps),
         out_shape=shapes,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(chunks),
-            grid=(batch, owners // plan.sizes.owners, count),
+            grid=(batch, blocks_of_owners, count),
             in_specs=specs,
             out_specs=out_specs,
-            scratch_shapes=[pltpu.VMEM((plan.sizes.owners, key_dim, width), plan.arithmetic.accumulation)],
+            scratch_shapes=scratch(plan),
         ),
         input_output_aliases=aliases,
         compiler_params=compiler_params(),

@@ -1,0 +1,71 @@
+"""Every kernel lowers for a TPU on a machine that has none (C42, C43): by Pallas' own passes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from gated_delta import gated_delta
+from gated_delta.pallas import PallasTPU, TileConfig
+from gated_delta.testing import RandomGates, RandomProblem
+
+SIZES = dict(batch=1, key_heads=2, group=2, state=True)
+GATES = {
+    "gdn": RandomGates("head", erase="head", owner="value", tied=True),
+    "kda": RandomGates("channel", erase="head", tied=True),
+    "kda, bounded": RandomGates("channel", erase="head", tied=True, log_decay_min=-5.0),
+    "gdn2": RandomGates("channel", erase="channel", write="channel"),
+    "sla": RandomGates("tile", decay_tiles=4, erase="head", tied=True),
+    "gla": RandomGates("channel"),
+    "linear attention": RandomGates(write="head"),
+}
+DOCUMENTS = ((20, 0, -3, 41),)
+
+
+def export(problem, backend, gradients=True):
+    """The StableHLO module, for a TPU, of outputs and every gradient."""
+    arguments = problem.arguments()
+    static = {name: arguments.pop(name) for name in ("num_segments", "inverse", "scale") if name in arguments}
+    integers = {name: arguments.pop(name) for name in ("segment_ids", "cu_seqlens") if name in arguments}
+
+    def run(arguments, integers):
+        def forward(arguments):
+            return gated_delta(**arguments, **integers, **static, backend=backend)
+
+        if not gradients:
+            return forward(arguments)
+        out, pull = jax.vjp(forward, arguments)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    exported = jax.export.export(jax.jit(run), platforms=["tpu"])(arguments, integers)
+    assert exported.mlir_module().count("tpu_custom_call") >= 1 + gradients
+    return exported
+
+
+KERNEL = PallasTPU(ahead_of_time=True)
+
+
+@pytest.mark.parametrize("dtype, key_dim, value_dim, time", [("bfloat16", 128, 128, 65), ("float32", 60, 100, 64)])
+@pytest.mark.parametrize("gates", GATES)
+def test_every_family_lowers(gates, dtype, key_dim, value_dim, time):
+    sizes = dict(dtype=dtype, key_dim=key_dim, value_dim=value_dim, time=time)
+    export(RandomProblem(**SIZES, **sizes, gates=GATES[gates]), KERNEL)
+
+
+@pytest.mark.parametrize("packing", ["ids", "slots", "offsets"])
+def test_packed_documents_lower(packing):
+    sizes = dict(dtype="bfloat16", key_dim=64, value_dim=64, time=64)
+    problem = RandomProblem(**SIZES, **sizes, gates=GATES["gdn"], documents=DOCUMENTS, packing=packing)
+    export(dataclasses.replace(problem, slots=5) if packing == "slots" else problem, KERNEL)
+
+
+@pytest.mark.parametrize("residuals", ["states", "all", "none"])
+def test_every_choice_of_residuals_lowers(residuals):
+    problem = RandomProblem(**SIZES, dtype="bfloat16", key_dim=128, value_dim=128, time=64, gates=GATES["gdn"])
+    export(problem, PallasTPU(TileConfig(owners=2), residuals=residuals, ahead_of_time=True))
+
+
+def test_float16_is_computed_in_float32():
+    problem = RandomProblem(**SIZES, dtype="float16", key_dim=64, value_dim=64, time=64, gates=GATES["gdn"])
+    export(problem, KERNEL, gradients=False)
