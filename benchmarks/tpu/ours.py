@@ -4,7 +4,8 @@
 
 bf16 q, k, v, float32 gates in log space, no initial state. Options of all: `time`, `batch`, `backward` (forward and
 then the gradients of every input, as one program), `inverse`, `config` (of `TileConfig`), `backend` (`PallasTPU`'s
-other fields), `chunked` (the XLA backend instead). Each function returns `(callable, arguments, facts)`.
+other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead). Each function returns
+`(callable, arguments, facts)`.
 """
 
 import dataclasses
@@ -17,6 +18,12 @@ from gated_delta import Chunked, Gates, gated_delta
 from gated_delta.pallas import PallasTPU, TileConfig
 
 bf16, f32 = jnp.bfloat16, jnp.float32
+
+
+# The choices at run time. At the top: whether an output is not finite, and all is done again without what is not.
+# In a kernel with decays per channel: whether a chunk forgets much (`far`), and takes the larger path.
+FINITE = ["TLP:2=run", "TLP:3=skip", "TLP:4=run", "TLP:5=skip"]
+KERNELS = {"gated_delta_forward*": (2, 3), "jvp_*": (3, 4), "transpose_jvp_*": (3, 4)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +91,7 @@ def _build(
     config=None,
     backend=None,
     chunked=False,
-    settle=(),
+    far=False,
 ):
     config, backend = config or {}, backend or {}
     runs = Chunked(**backend) if chunked else PallasTPU(config=TileConfig(**config), **backend)
@@ -102,6 +109,12 @@ def _build(
         out, pull = jax.vjp(forward, *arguments)
         return out, pull(cotangent)
 
-    facts = {"tokens": batch * time, "heads": heads.value, "settle": list(settle)}
+    choices = ("run", "skip") if far else ("skip", "run")
+    settle = FINITE + [
+        f"{kernel}:{index}={choice}"
+        for kernel, branches in KERNELS.items()
+        for index, choice in zip(branches, choices, strict=True)
+    ]
+    facts = {"tokens": batch * time, "heads": heads.value, "settle": settle}
     arguments = [key, key, value, *gates]
     return (both, [value, *arguments], facts) if backward else (forward, arguments, facts)

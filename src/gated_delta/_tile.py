@@ -21,7 +21,6 @@ Nothing is ever divided by a decay, so no gate is too strong, and a row never se
 
 import dataclasses
 import functools
-import math
 from typing import Any, Literal, NamedTuple, cast
 
 import equinox as eqx
@@ -392,9 +391,9 @@ class _ChannelDecay(_NoDecay):
         if not arithmetic.is_rounding or arithmetic.near == "safe":
             out = _near_by_seams(left, k, self.log_decay, arithmetic)
         elif arithmetic.near == "cheap":
-            out = _near_from_starts(entered, k, self.to, arithmetic)
+            out = _near_from_starts(left, k, self.to, arithmetic)
         else:
-            out = _near_selected(entered, left, k, self.log_decay, self.to, arithmetic)
+            out = _near_selected(left, k, self.log_decay, self.to, arithmetic)
         left, ends = entered, each(jnp.multiply, k, after)
         for half in _halvings(self.chunk, self.near):
             out = self._far_scores(out, left, ends, half, arithmetic)
@@ -497,25 +496,44 @@ def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Ar
     return list(out)
 
 
-def _near_from_starts(entered: list[Heads], k: Heads, to: Heads, arithmetic: Arithmetic) -> list[Heads]:
+def _near_from_starts(left: list[Heads], k: Heads, to: Heads, arithmetic: Arithmetic) -> list[Heads]:
     """`_near_by_seams` where no sum `to` a row from the start of its block is below `FAR`: one product for all.
 
     Elsewhere, and above the diagonal, it leaves finite numbers without a meaning.
     """
     chunk = first(k).shape[-2]
 
-    def multiply(k, to, *entered):
-        back = k * jnp.exp(jnp.minimum(FAR / 2 - to, -FAR / 2))
-        shifted = jnp.concatenate(entered, axis=-2) * math.exp(-FAR / 2)
-        both = matmul_nt(shifted, back, arithmetic)
+    def multiply(k, to, *left):
+        # Not from `exp(to)`, which is at hand: its cotangent would overflow on the way.
+        leg, back = jnp.exp(to - FAR / 2), k * jnp.exp(jnp.minimum(FAR / 2 - to, -FAR / 2))
+        both = matmul_nt(jnp.concatenate([x * leg for x in left], axis=-2), back, arithmetic)
         return tuple(both[..., n : n + chunk, :] for n in range(0, both.shape[-2], chunk))
 
-    return list(each(multiply, k, to, *entered))
+    return [each(_without_decay_on_diagonal, x, y, k) for x, y in zip(each(multiply, k, to, *left), left, strict=True)]
 
 
-def _near_selected(entered, left, k, log_decay, to, arithmetic):
+@jax.custom_jvp
+def _without_decay_on_diagonal(scores, left, k):
+    """`scores`, whose diagonal, `left_i . k_i`, is known not to depend on a decay.
+
+    Through the product its cotangent would reach the decays twice, as two roundings of opposite sign: noise of 1e-2,
+    and all of the gradient where decays are strong.
+    """
+    return scores
+
+
+@_without_decay_on_diagonal.defjvp
+def _without_decay_on_diagonal_jvp(primals, tangents):
+    scores, left, k = primals
+    d_scores, d_left, d_k = tangents
+    i, j = _rows_and_columns(scores.shape[-2], scores.shape[-1], scores.ndim)
+    diagonal = jnp.sum(d_left * k + left * d_k, axis=-1, keepdims=True)
+    return scores, jnp.where(i == j, diagonal, d_scores)
+
+
+def _near_selected(left, k, log_decay, to, arithmetic):
     """Row by row the cheap product where it holds, so that no row depends on what comes after it."""
-    cheap = _near_from_starts(entered, k, to, arithmetic)
+    cheap = _near_from_starts(left, k, to, arithmetic)
     safe = _near_by_seams(left, k, log_decay, arithmetic)
     holds = each(lambda to: jnp.min(to, axis=-1, keepdims=True) >= FAR, to)
     return [each(jnp.where, holds, x, y) for x, y in zip(cheap, safe, strict=True)]
@@ -755,7 +773,8 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = No
     else:
         erase_keys = k if by_row else each(jnp.multiply, spread(k, owners), erase)
         pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
-        pairs = each(lambda x: _mask(jnp.where(i > j, x, 0), same), _times(pairs, erase) if by_row else pairs)
+        pairs = each(lambda x: _mask(jnp.where(i > j, x, 0), same), pairs)
+        pairs = _times(pairs, erase) if by_row else pairs  # after the mask: above the diagonal anything may stand
         if inverse is None:
             inverse = block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same)
         erase_keys = decay.entering(spread(erase_keys, owners))

@@ -3,6 +3,8 @@
 The interpreter fills memory that nobody wrote with NaN.
 """
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -32,6 +34,30 @@ PROBLEMS = {
         gates=RandomGates(decay="channel", erase="head", tied=True),
     ),
 }
+
+
+BY_CHANNEL = RandomGates(decay="channel", erase="head", owner="key", tied=True)
+WIDE = {**SIZES, "time": 70, "batch": 1, "dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("decays", ["mild", "strong", "vast"])
+def test_a_chunk_may_forget_little_or_much(decays):
+    """With bfloat16 operands each chunk takes the path that its own decays allow."""
+    problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays=decays))
+    assert_close(pullback(PallasTPU(TileConfig(chunk_size=64), interpret=True), problem), expected(problem), problem)
+
+
+def test_a_bounded_gate_has_one_path():
+    problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays="bounded", log_decay_min=-5.0))
+    kernel = PallasTPU(TileConfig(chunk_size=64), interpret=True)
+    assert_close(pullback(kernel, problem), expected(problem), problem)
+
+
+@pytest.mark.parametrize("residuals", ["all", "none"])
+def test_what_is_kept_for_the_backward_pass_changes_nothing(residuals):
+    problem = PROBLEMS["gdn"]
+    kernel = PallasTPU(KERNEL.config, residuals=residuals, interpret=True)
+    assert_close(pullback(kernel, problem), expected(problem), problem)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
