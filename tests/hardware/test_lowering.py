@@ -46,6 +46,12 @@ def export(problem, backend, gradients=True):
 KERNEL = PallasTPU(ahead_of_time=True)
 
 
+def test_the_widest_kernel_lowers():
+    sizes = dict(dtype="bfloat16", key_dim=128, value_dim=128, time=65)
+    export(RandomProblem(**SIZES, **sizes, gates=GATES["kda"]), KERNEL)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, key_dim, value_dim, time", [("bfloat16", 128, 128, 65), ("float32", 60, 100, 64)])
 @pytest.mark.parametrize("gates", GATES)
 def test_every_family_lowers(gates, dtype, key_dim, value_dim, time):
@@ -53,6 +59,7 @@ def test_every_family_lowers(gates, dtype, key_dim, value_dim, time):
     export(RandomProblem(**SIZES, **sizes, gates=GATES[gates]), KERNEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packing", ["ids", "slots", "offsets"])
 def test_packed_documents_lower(packing):
     sizes = dict(dtype="bfloat16", key_dim=64, value_dim=64, time=64)
@@ -60,6 +67,7 @@ def test_packed_documents_lower(packing):
     export(dataclasses.replace(problem, slots=5) if packing == "slots" else problem, KERNEL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residuals", ["states", "all", "none"])
 def test_every_choice_of_residuals_lowers(residuals):
     problem = RandomProblem(**SIZES, dtype="bfloat16", key_dim=128, value_dim=128, time=64, gates=GATES["gdn"])

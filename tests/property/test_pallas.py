@@ -47,12 +47,14 @@ def test_a_chunk_may_forget_little_or_much(decays):
     assert_close(pullback(PallasTPU(TileConfig(chunk_size=64), interpret=True), problem), expected(problem), problem)
 
 
+@pytest.mark.slow
 def test_a_bounded_gate_has_one_path():
     problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays="bounded", log_decay_min=-5.0))
     kernel = PallasTPU(TileConfig(chunk_size=64), interpret=True)
     assert_close(pullback(kernel, problem), expected(problem), problem)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("residuals", ["all", "none"])
 def test_what_is_kept_for_the_backward_pass_changes_nothing(residuals):
     problem = PROBLEMS["gdn"]
