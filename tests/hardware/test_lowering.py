@@ -1,7 +1,5 @@
 """Every kernel lowers for a TPU on a machine that has none (C42, C43): by Pallas' own passes."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -20,7 +18,11 @@ GATES = {
     "gla": RandomGates("channel"),
     "linear attention": RandomGates(write="head"),
 }
-DOCUMENTS = ((20, 0, -3, 41),)
+PACKINGS = {
+    "ids": dict(documents=((20, 0, -3, 41),)),
+    "slots": dict(documents=((20, 0, -3, 41),), slots=5),
+    "offsets": dict(documents=((20, 0, 44),)),
+}
 
 
 def export(problem, backend, gradients=True):
@@ -60,11 +62,11 @@ def test_every_family_lowers(gates, dtype, key_dim, value_dim, time):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("packing", ["ids", "slots", "offsets"])
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_packed_documents_lower(packing):
     sizes = dict(dtype="bfloat16", key_dim=64, value_dim=64, time=64)
-    problem = RandomProblem(**SIZES, **sizes, gates=GATES["gdn"], documents=DOCUMENTS, packing=packing)
-    export(dataclasses.replace(problem, slots=5) if packing == "slots" else problem, KERNEL)
+    problem = RandomProblem(**SIZES, **sizes, gates=GATES["gdn"], packing=packing, **PACKINGS[packing])
+    export(problem, KERNEL)
 
 
 @pytest.mark.slow
