@@ -77,3 +77,11 @@ def test_the_default_kernel_says_why_it_cannot_run_here():
 def test_a_solve_that_is_no_product_is_refused():
     with pytest.raises(ValueError, match=r"cannot run: inverse='substitution' does not run inside a kernel"):
         gated_delta(**{**PROBLEMS["gdn"].arguments(), "inverse": "substitution"}, backend=KERNEL)
+
+
+def test_two_chunks_in_a_step_are_two_steps():
+    problem = RandomProblem(
+        **{**SIZES, "time": 70}, gates=RandomGates(decay="tile", decay_tiles=4, erase="head", tied=True)
+    )
+    kernel = PallasTPU(TileConfig(chunk_size=16, chunks=2), residuals="all", interpret=True)
+    assert_close(pullback(kernel, problem), expected(problem), problem)

@@ -10,16 +10,21 @@ class TileConfig(eqx.Module):
 
     - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
     - `owners`: states (key heads, or value heads where they own the gates) that advance side by side.
+    - `chunks`: in a row in one grid step: what needs no state is done for all of them at once. Packed sequences take
+        one.
     """
 
     chunk_size: int | None = eqx.field(static=True, default=None)
     owners: int | None = eqx.field(static=True, default=None)
+    chunks: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
             raise ValueError(f"`TileConfig(chunk_size={self.chunk_size})` must be one of {CHUNK_SIZES}, or None.")
         if self.owners is not None and self.owners < 1:
             raise ValueError(f"`TileConfig(owners={self.owners})` must be at least 1, or None.")
+        if self.chunks is not None and self.chunks < 1:
+            raise ValueError(f"`TileConfig(chunks={self.chunks})` must be at least 1, or None.")
 
 
 class Sizes(eqx.Module):
@@ -28,13 +33,19 @@ class Sizes(eqx.Module):
     chunk: int = eqx.field(static=True)
     owners: int = eqx.field(static=True)
     key_heads: int = eqx.field(static=True)
+    chunks: int = eqx.field(static=True)
+
+    @property
+    def tokens(self) -> int:
+        """Of one grid step."""
+        return self.chunk * self.chunks
 
 
-def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_size: int) -> Sizes:
+def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_size: int, packed: bool) -> Sizes:
     """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence.
 
     By default up to `_OWNERS` owners with up to `_STATES` numbers of state: a matrix unit is filled by independent
-    heads, until their tiles no longer fit in the memory beside it.
+    heads, until their tiles no longer fit in the memory beside it. Where heads are few, two chunks do the same.
     """
     chunk = config.chunk_size or 128
     while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
@@ -43,7 +54,8 @@ def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_siz
     wanted = config.owners or max(min(_OWNERS, _STATES // state_size), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
-    return Sizes(chunk, chosen, chosen // group)
+    chunks = 1 if packed or chunk >= time else config.chunks or (2 if chosen <= _FEW else 1)
+    return Sizes(chunk, chosen, chosen // group, chunks)
 
 
-_OWNERS, _STATES = 16, 2**20
+_OWNERS, _STATES, _FEW = 16, 2**20, 4

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._gates import limit_log_decay
 from gated_delta._heads import LANES, Columns
-from gated_delta._tile import Arithmetic, Tile, forgets_much
+from gated_delta._tile import Arithmetic, Factors, Tile, chunk_advance, forgets_much
 
 from ._config import Sizes
 
@@ -186,7 +186,7 @@ class Blocks:
         return [self.operand(x, forms[i], self.plan.owners_of(i)) for i, x in enumerate(operands) if x is not None]
 
     def operand(self, array, form: Form, block_heads: int) -> pl.BlockSpec:
-        chunk, chunk_of = self.plan.sizes.chunk, self.chunk_of
+        chunk, chunk_of = self.plan.sizes.tokens, self.chunk_of
         if not form.is_vector:
             return pl.BlockSpec((1, 1, chunk, array.shape[3]), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
         if form.blocks:
@@ -206,10 +206,10 @@ class Blocks:
         chunk_of = self.chunk_of
         return pl.BlockSpec((1, 1, self.plan.sizes.chunk), lambda b, h, c, *_: (b, 0, chunk_of(c)))
 
-    def per_chunk(self, rows: int, columns: int):
-        """`[batch, owners, chunks, rows, columns]`: a matrix for every owner and chunk."""
+    def per_step(self, number: int, rows: int, columns: int):
+        """`[batch, owners, steps * number, rows, columns]`: matrices for every owner and grid step."""
         chunk_of = self.chunk_of
-        shape = (1, self.plan.sizes.owners, 1, rows, columns)
+        shape = (1, self.plan.sizes.owners, number, rows, columns)
         return pl.BlockSpec(shape, lambda b, h, c, *_: (b, h, chunk_of(c), 0, 0))
 
     def slot(self):
@@ -287,17 +287,48 @@ def _store_row(ref, index: int, value, interpret: bool):
 
 
 def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
-    """The chunk's inputs for some of the block's owners."""
+    """The inputs of some of the block's owners. Chunks in a row follow each other like further heads."""
 
     def load(i, ref, form):
         if ref is None:
             return None
         which = plan.part_of(i, owners)
         if form.is_vector:
-            return load_vectors(ref, form, plan.owners_of(i), plan.interpret, which)
-        return Columns(ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles], form.tiles)
+            return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interpret, which))
+        columns = [ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles]]
+        return Columns(jnp.concatenate(in_chunks(plan, columns), axis=-1), form.tiles)
 
     return Operands(*(load(i, *x) for i, x in enumerate(zip(refs, plan.forms, strict=True))))
+
+
+def in_chunks(plan: Plan, heads: list) -> list:
+    """Matrices of all tokens of a step cut into chunks: every head of the first chunk, then of the next."""
+    if plan.sizes.chunks == 1:
+        return heads
+    size = plan.sizes.chunk
+    return [x[start : start + size] for start in range(0, plan.sizes.tokens, size) for x in heads]
+
+
+def in_a_row(plan: Plan, heads: list) -> list:
+    """`in_chunks` undone."""
+    if plan.sizes.chunks == 1:
+        return heads
+    count = len(heads) // plan.sizes.chunks
+    return [jnp.concatenate(heads[i::count], axis=0) for i in range(count)]
+
+
+def advance(plan: Plan, state: list, factors: Factors, arithmetic: Arithmetic) -> tuple[list, list]:
+    """`_tile.chunk_advance` from chunk to chunk of the step."""
+    outs, count = [], len(state)
+    for n in range(plan.sizes.chunks):
+        own = jax.tree.map(
+            lambda x: x[n * count : (n + 1) * count] if isinstance(x, list) else x,  # noqa: B023
+            factors,
+            is_leaf=lambda x: isinstance(x, list),
+        )
+        state, out = chunk_advance(state, own, arithmetic)
+        outs += out
+    return state, outs
 
 
 def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:
@@ -344,9 +375,12 @@ def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: r
             continue
         which = plan.part_of(i, owners)
         if form.is_vector:
-            store_vectors(ref, value, form, plan.owners_of(i), plan.interpret, which)
+            store_vectors(ref, in_a_row(plan, value), form, plan.owners_of(i), plan.interpret, which)
         else:
-            ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles] = value.values.astype(ref.dtype)
+            width = value.values.shape[1] // plan.sizes.chunks
+            parts = [value.values[:, n * width : (n + 1) * width] for n in range(plan.sizes.chunks)]
+            columns = jnp.concatenate(parts, axis=0).astype(ref.dtype)
+            ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles] = columns
 
 
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:

@@ -66,8 +66,15 @@ class PallasTPU(AbstractBackend):
         parts = _value_heads(problem) // owners
         dim = width // parts
         laid_key_dim, laid_width = _whole_lanes(key_dim), parts * _whole_lanes(dim)
-        sizes = settle(self.config, problem.k.shape[1], problem.k.shape[2], owners, laid_key_dim * laid_width)
-        layout = lay_out(problem, sizes.chunk)
+        sizes = settle(
+            self.config,
+            problem.k.shape[1],
+            problem.k.shape[2],
+            owners,
+            laid_key_dim * laid_width,
+            problem.packing is not None,
+        )
+        layout = lay_out(problem, sizes.tokens)
         dtype = problem.accumulation
         scale, q = problem.scale, problem.q
         if not isinstance(scale, float):  # only a number known here goes into the kernel
@@ -93,7 +100,7 @@ class PallasTPU(AbstractBackend):
             start_dtype=problem.operand.name,
             interpret=self.interpret,
         )
-        chunks = _chunks(problem, layout, sizes.chunk)
+        chunks = _chunks(problem, layout, sizes.tokens)
         document = None if layout.document is None else layout.document[:, None]
         bank = None
         if plan.has_bank:

@@ -10,15 +10,17 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta._tile import chunk_advance, chunk_factors
+from gated_delta._tile import chunk_factors
 
 from ._layout import (
     Blocks,
     Chunks,
     Operands,
     Plan,
+    advance,
     by_decay,
     compiler_params,
+    in_chunks,
     like,
     load_operands,
     load_vectors,
@@ -48,15 +50,18 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
 
     def run(arithmetic, owners):
         operands = load_operands(plan, tile_refs, owners)
-        inverse = None if inverse_ref is None else [inverse_ref[0, h, 0].astype(carry.dtype) for h in owners]
+        inverse = None
+        if inverse_ref is not None:
+            numbers = range(plan.sizes.chunks)
+            inverse = [inverse_ref[0, h, n].astype(carry.dtype) for n in numbers for h in owners]
 
         def step(state, x: Operands):
             tile = tile_of(plan, x, document_ref, scalars.entry[at])
-            return chunk_advance(state, chunk_factors(tile, arithmetic, inverse), arithmetic)
+            return advance(plan, state, chunk_factors(tile, arithmetic, inverse), arithmetic)
 
         pull = jax.vjp(step, [starts_ref[0, h, 0].astype(carry.dtype) for h in owners], operands)[1]
         d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interpret, owners)
-        d_out = [x.astype(carry.dtype) for x in d_out]
+        d_out = in_chunks(plan, [x.astype(carry.dtype) for x in d_out])
         d_state, d_operands = pull(([carry[h] for h in owners], d_out))
         store_cotangents(plan, d_tile_refs, d_operands, owners)
         for i, h in enumerate(owners):
@@ -74,7 +79,7 @@ def backward(plan: Plan, operands: Operands, chunks: Chunks, document, residuals
     sizes, form = plan.sizes, plan.forms.v
     time = operands.v.shape[2 if form.blocks else 1]
     blocks_of_owners = d_final.shape[2] // sizes.owners
-    count, batch = time // sizes.chunk, d_final.shape[0]
+    count, batch = time // sizes.tokens, d_final.shape[0]
     blocks = Blocks(plan, count, lambda c: count - 1 - c)
     inputs = [x for x in operands if x is not None]
     specs = blocks.operands(operands)
@@ -85,7 +90,7 @@ def backward(plan: Plan, operands: Operands, chunks: Chunks, document, residuals
     if document is not None:
         inputs, specs = [*inputs, document], [*specs, blocks.document()]
     inputs += [*residuals, d_out, d_final]
-    specs += [blocks.per_chunk(*x.shape[3:]) for x in residuals]
+    specs += [blocks.per_step(x.shape[2] // count, *x.shape[3:]) for x in residuals]
     specs += [blocks.operand(d_out, form, sizes.owners), blocks.slot()]
     aliases = {}
     if plan.has_slots:

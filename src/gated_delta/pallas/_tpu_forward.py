@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._heads import LANES
-from gated_delta._tile import SOLVED, chunk_advance, chunk_factors
+from gated_delta._tile import SOLVED, chunk_factors
 
 from ._layout import (
     Blocks,
@@ -18,8 +18,10 @@ from ._layout import (
     Form,
     Operands,
     Plan,
+    advance,
     by_decay,
     compiler_params,
+    in_a_row,
     like,
     load_operands,
     scratch,
@@ -56,9 +58,10 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
             if starts_ref is not None:
                 starts_ref[0, h, 0] = state[i].astype(starts_ref.dtype)
             if inverse_ref is not None and factors.inverse is not None:
-                inverse_ref[0, h, 0] = factors.inverse[i].astype(inverse_ref.dtype)
-        state, out = chunk_advance(state, factors, arithmetic)
-        store_vectors(out_ref, out, out_form, plan.sizes.owners, plan.interpret, owners)
+                for n in range(plan.sizes.chunks):
+                    inverse_ref[0, h, n] = factors.inverse[n * len(owners) + i].astype(inverse_ref.dtype)
+        state, out = advance(plan, state, factors, arithmetic)
+        store_vectors(out_ref, in_a_row(plan, out), out_form, plan.sizes.owners, plan.interpret, owners)
         check_ref[0, 0, 0] += _sum_of_all(out)
         for i, h in enumerate(owners):
             carry[h] = state[i]
@@ -85,7 +88,7 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
     time = values.shape[2 if form.blocks else 1]
     rows = sizes.owners * form.heads * form.tiles
     blocks_of_owners = values.shape[1] if form.blocks else values.shape[2] // rows
-    owners, count, batch = blocks_of_owners * sizes.owners, time // sizes.chunk, values.shape[0]
+    owners, count, batch = blocks_of_owners * sizes.owners, time // sizes.tokens, values.shape[0]
     blocks = Blocks(plan, count, lambda c: c)
     inputs = [x for x in operands if x is not None]
     specs = blocks.operands(operands)
@@ -109,11 +112,11 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
     out_specs = [blocks.operand(values, form, sizes.owners), blocks.slot(), check_spec]
     if keeps:
         shapes.append(like((batch, owners, count, plan.key_dim, plan.width), plan.start_dtype, *inputs))
-        out_specs.append(blocks.per_chunk(plan.key_dim, plan.width))
+        out_specs.append(blocks.per_step(1, plan.key_dim, plan.width))
     if keeps and plan.keeps_inverse:
         rows = min(SOLVED, sizes.chunk)
-        shapes.append(like((batch, owners, count, rows, sizes.chunk), plan.start_dtype, *inputs))
-        out_specs.append(blocks.per_chunk(rows, sizes.chunk))
+        shapes.append(like((batch, owners, count * sizes.chunks, rows, sizes.chunk), plan.start_dtype, *inputs))
+        out_specs.append(blocks.per_step(sizes.chunks, rows, sizes.chunk))
     return pl.pallas_call(
         functools.partial(_body, plan, count, document is not None, form, keeps),
         out_shape=shapes,
