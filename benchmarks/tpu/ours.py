@@ -23,7 +23,7 @@ bf16, f32 = jnp.bfloat16, jnp.float32
 # The choices at run time. At the top: whether an output is not finite, and all is done again without what is not.
 # In a kernel with decays per channel: whether a chunk forgets much (`far`), and takes the larger path.
 FINITE = ["TLP:2=run", "TLP:3=skip", "TLP:4=run", "TLP:5=skip"]
-KERNELS = {"gated_delta_forward*": (2, 3), "jvp_*": (3, 4), "transpose_jvp_*": (3, 4)}
+KERNELS = ("gated_delta_forward*", "jvp_*", "transpose_jvp_*")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,11 +110,8 @@ def _build(
         return out, pull(cotangent)
 
     choices = ("run", "skip") if far else ("skip", "run")
-    settle = FINITE + [
-        f"{kernel}:{index}={choice}"
-        for kernel, branches in KERNELS.items()
-        for index, choice in zip(branches, choices, strict=True)
-    ]
+    much, little = ("run", "skip") if far else ("skip", "run")
+    settle = [*FINITE, *(f"{kernel}:3={much}" for kernel in KERNELS), *(f"{kernel}:4={little}" for kernel in KERNELS)]
     facts = {"tokens": batch * time, "heads": heads.value, "settle": settle}
     arguments = [key, key, value, *gates]
     return (both, [value, *arguments], facts) if backward else (forward, arguments, facts)
