@@ -109,7 +109,6 @@ def _build(
         out, pull = jax.vjp(forward, *arguments)
         return out, pull(cotangent)
 
-    choices = ("run", "skip") if far else ("skip", "run")
     much, little = ("run", "skip") if far else ("skip", "run")
     settle = [*FINITE, *(f"{kernel}:3={much}" for kernel in KERNELS), *(f"{kernel}:4={little}" for kernel in KERNELS)]
     facts = {"tokens": batch * time, "heads": heads.value, "settle": settle}
