@@ -773,8 +773,9 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = No
     else:
         erase_keys = k if by_row else each(jnp.multiply, spread(k, owners), erase)
         pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
-        pairs = each(lambda x: _mask(jnp.where(i > j, x, 0), same), pairs)
-        pairs = _times(pairs, erase) if by_row else pairs  # after the mask: above the diagonal anything may stand
+        pairs = each(lambda x: jnp.where(i > j, x, 0), pairs)  # first: above the diagonal anything may stand
+        pairs = _times(pairs, erase) if by_row else pairs
+        pairs = each(lambda x: _mask(x, same), pairs)  # last: no cotangent comes from between documents
         if inverse is None:
             inverse = block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same)
         erase_keys = decay.entering(spread(erase_keys, owners))
