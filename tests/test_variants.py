@@ -70,7 +70,7 @@ def runs(mixer):
 
 
 @pytest.mark.parametrize("constructor", CONSTRUCTORS, ids=lambda c: c.__name__)
-@pytest.mark.parametrize("model", [6, 2048])
+@pytest.mark.parametrize("model", [6, 128, 2048])
 def test_defaults_work_for_any_width(constructor, model):
     mixer = shape_of(constructor, model)
     assert runs(mixer)

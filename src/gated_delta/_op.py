@@ -94,7 +94,8 @@ def gated_delta(
     that is not finite (NaN or infinite; or the squared norm of its key, with or without the erase gate, or its value
     with the write gate overflows) spoils outputs and state of its own document and heads from there on, and nothing
     else. A document that overflows from finite tokens spoils no other; which of its own outputs are lost is the
-    backend's matter.
+    backend's matter. (`PallasTPU` looks at outputs only: where a finite token overflows and no output does, it shows as
+    huge numbers.)
 
     **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
     promises where they are concrete, and if the named backend cannot run.

@@ -327,8 +327,10 @@ class _GroupDecay(_NoDecay):
     def _pair_decays(self):
         """`Gamma_ij` of every group for i >= j, one after the other; 1 elsewhere, to be masked.
 
-        With bfloat16 operands the exponent is a difference of sums from the start of the chunk: at most 14,080 large,
-        since every log decay is at least -110, so off by at most 2e-3, half a unit of a bfloat16 in the last place.
+        With bfloat16 operands the exponent is a difference of sums from the start of the chunk, each at most 14,080
+        large, since every log decay is at least -110. Measured over chunks of 128, the decay is then off by 2e-6 for
+        slow decays, 6e-5 down to -5 a token, 1.2e-3 where resets stand among slow tokens, and 6e-3 in the worst case
+        tried, 96 resets before slow tokens; the budget of bfloat16 is 1e-2.
         """
         groups, chunk = self.log_decay.groups, self.log_decay.values.shape[-2]
         if self.arithmetic.is_rounding:

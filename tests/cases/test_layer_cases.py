@@ -10,6 +10,7 @@ import pytest
 
 from gated_delta import GDN, GDN2, KDA, SLA, SoftplusDecay
 from gated_delta._activations import l2_normalize
+from gated_delta.testing.laws import draw_parameters
 
 # Compiles five times faster; the arithmetic is the same but for the order of some sums.
 FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
@@ -23,27 +24,9 @@ MAKERS = {
 }
 
 
-def fill(shapes, seed):
-    """Parameters for a layer of `jax.ShapeDtypeStruct`s: of sizes as after some training, without compiling."""
-    rng = np.random.default_rng(seed)
-
-    def draw(path, leaf):
-        name = jax.tree_util.keystr(path)
-        if name.endswith(("A_log", "dt_bias")):
-            return rng.uniform(*((0, 2.5) if name.endswith("A_log") else (-5, -1)), leaf.shape).astype(np.float32)
-        if name.endswith("bias"):
-            return 0.1 * rng.standard_normal(leaf.shape).astype(np.float32)
-        size = 0.5 if "conv" in name else leaf.shape[-1] ** -0.5
-        return (size * rng.standard_normal(leaf.shape) + (leaf.ndim == 1)).astype(
-            np.float32
-        )  # a norm's weight is near 1
-
-    return jax.tree.map(jnp.asarray, jax.tree_util.tree_map_with_path(draw, shapes))
-
-
 @functools.cache
 def make_mixer(name, seed=0):
-    return fill(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), seed)
+    return draw_parameters(eqx.filter_eval_shape(MAKERS[name], key=jax.random.key(0)), seed)
 
 
 def cast(mixer, dtype):
@@ -85,7 +68,7 @@ def test_gate_parameters_in_float16_are_raised_before_the_exponential():
         np.testing.assert_allclose(log_decay, -4.48, rtol=0.01)
 
 
-@pytest.mark.parametrize("name", ["gdn"])
+@pytest.mark.parametrize("name", ["gdn", pytest.param("gdn2", marks=pytest.mark.slow)])
 def test_a_layer_cast_to_bfloat16_as_a_whole(name):
     """C09: a user's tree map casts the gate parameters too; the gate is still computed in float32."""
     mixer, x = make_mixer(name), draw(0, 2, 70, MODEL).astype(jnp.bfloat16)
@@ -98,7 +81,9 @@ def test_a_layer_cast_to_bfloat16_as_a_whole(name):
     assert np.sqrt(np.sum((out - expected) ** 2) / np.sum(expected**2)) <= 1e-2
     gate = fast_jit(lambda mixer, x: mixer.decay(x))
     assert gate(low, x).dtype == jnp.float32
-    assert_within(1e-5, gate(low, x), gate(same, x.astype(jnp.float32)))
+    # A low-rank input passes its bottleneck in the dtype of x; from there on it is float32 as well.
+    tolerance = 1e-5 if name == "gdn" else 1e-2
+    assert_within(tolerance, gate(low, x), gate(same, x.astype(jnp.float32)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -120,7 +105,7 @@ def test_a_zero_vector_through_the_norm(dtype):
     np.testing.assert_array_equal(d_x[others], d_without)
 
 
-@pytest.mark.parametrize("name", ["gdn2"])
+@pytest.mark.parametrize("name", [pytest.param("gdn", marks=pytest.mark.slow), "gdn2"])
 def test_a_token_of_zeros_through_the_layer(name):
     """C34: query and key are exactly 0 there, since the convolutions have no bias."""
     mixer, x = make_mixer(name), draw(0, 2, 9, MODEL)
@@ -204,7 +189,7 @@ def test_an_all_true_mask_beside_offsets_changes_nothing_and_a_contradiction_rai
     assert_within(2e-5, (np.delete(out, 20, axis=1), state), (without, last))
 
 
-@pytest.mark.parametrize("name", ["gdn", "sla"])
+@pytest.mark.parametrize("name", ["gdn", "sla", *(pytest.param(n, marks=pytest.mark.slow) for n in ("kda", "gdn2"))])
 def test_any_split_gives_the_same_answer(name):
     """C27: the parts are right-padded to one length, so that they share a program."""
     mixer, x = make_mixer(name), draw(0, 1, 150, MODEL)
@@ -304,8 +289,6 @@ def test_type_checks_hold_under_every_transformation(name):
     assert out.shape == x.shape and state.recurrent.dtype == jnp.float32
     d_mixer = shape(eqx.filter_grad(lambda mixer, x: loss(eqx.filter_checkpoint(mixer), x)), mixer, x)
     assert d_mixer.o_proj.weight.shape == mixer.o_proj.weight.shape
-    if name in ("gdn", "kda"):  # the others have every kind of part
-        return
     assert shape(jax.vmap(jax.grad(lambda x: loss(mixer, x))), x).shape == x.shape
     assert shape(jax.vmap(jax.vmap(mixer)), x[None])[0].shape == (1, *x.shape)
     assert shape(eqx.filter_vmap(mixer, in_axes=1), x)[0].shape == (5, 2, MODEL)

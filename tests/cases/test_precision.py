@@ -99,7 +99,7 @@ def test_every_product_of_float32_states_its_precision(inverse, member):
     for given, meant in ((None, "HIGHEST"), ("default", "DEFAULT"), ("high", "HIGH"), (lax.Precision.HIGH, "HIGH")):
         found, full, products = precisions(arrays, Chunked(), inverse=inverse, precision=given)
         assert found == {(lax.Precision[meant],) * 2}
-        assert full == products >= 15
+        assert full == products >= 15, "some are found: 18 for the fewest"
     assert precisions(arrays, Recurrent(), inverse=inverse)[2] == 0, "sums of products have no precision to set"
 
 

@@ -90,7 +90,7 @@ def test_the_law_holds(name, law):
     assert outcome.status == "passed", f"{outcome.message}  {outcome.line}"
 
 
-@pytest.mark.parametrize("name", ["gdn2"])
+@pytest.mark.parametrize("name", ["gdn2", pytest.param("sla", marks=pytest.mark.slow)])
 def test_batched_unbatched_and_vmapped_calls_agree(name):
     mixer = make_mixer(name)
     x, state = draw(0, BATCH, TIME, MODEL), draw_state(mixer, 1, BATCH)
@@ -183,7 +183,11 @@ def test_backends_agree():
     assert_same(*results)
 
 
-@pytest.mark.parametrize("name, dtype", [("gdn", "bfloat16"), ("sla", "bfloat16"), ("gdn2", "float16")])
+LOW = [("gdn", "bfloat16"), ("sla", "bfloat16"), ("gdn2", "float16")]
+MORE = [("kda", "bfloat16"), ("gdn2", "bfloat16"), ("gla", "bfloat16"), ("gdn", "float16")]
+
+
+@pytest.mark.parametrize("name, dtype", [*LOW, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)])
 def test_low_precision_inputs(name, dtype):
     mixer, x = make_mixer(name), draw(0, BATCH, TIME, MODEL)
     expected, _ = run(mixer, x, zeros(draw_state(mixer, 0, BATCH)), None, None, None)

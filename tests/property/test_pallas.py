@@ -6,11 +6,12 @@ The interpreter fills memory that nobody wrote with NaN.
 import dataclasses
 
 import jax
+import numpy as np
 import pytest
 
-from gated_delta import gated_delta
+from gated_delta import Chunked, gated_delta
 from gated_delta.pallas import PallasTPU, TileConfig
-from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, pullback
+from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, pullback, results
 
 KERNEL = PallasTPU(TileConfig(chunk_size=16), interpret=True)
 SIZES = dict(batch=2, time=21, key_heads=2, group=2, key_dim=8, value_dim=6, state=True, seed=1)
@@ -85,3 +86,19 @@ def test_two_chunks_in_a_step_are_two_steps():
     )
     kernel = PallasTPU(TileConfig(chunk_size=16, chunks=2), residuals="all", interpret=True)
     assert_close(pullback(kernel, problem), expected(problem), problem)
+
+
+@pytest.mark.parametrize(
+    "name, problem", [("v", "documents that share chunks"), ("k", "documents with states of their own")]
+)
+def test_a_bad_token_spoils_only_what_it_does_elsewhere(name, problem):
+    """The kernels run again without it: the same outputs, states and gradients are lost, and no others."""
+    problem = PROBLEMS[problem]
+    arguments = {key: np.array(x) if key in "qkv" else x for key, x in problem.arguments().items()}
+    arguments[name][0, 9, 0, 1] = np.nan
+    cotangents = problem.cotangents("float32", "float32")
+    actual, wanted = (results(backend, arguments, cotangents) for backend in (KERNEL, Chunked(16)))
+    assert np.isnan(wanted["out"]).any() and not np.isnan(wanted["out"]).all()
+    for key, x in wanted.items():
+        np.testing.assert_array_equal(np.isnan(actual[key]), np.isnan(x), err_msg=key)
+        np.testing.assert_allclose(actual[key], x, rtol=0, atol=2e-5 * np.nanmax(np.abs(x)), err_msg=key)

@@ -109,16 +109,33 @@ class Plan(NamedTuple):
         return [range(owners // 2), range(owners // 2, owners)]
 
 
-def compiler_params():
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
-    )
+def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_specs, out_specs, aliases: dict[int, int]):
+    """A function of the outputs' shapes, the chunks' integers and the inputs: one kernel over `grid`.
 
-
-def scratch(plan: Plan):
-    """The states that a block of owners carries from chunk to chunk, and the choice for the next one."""
+    Its scratch is what a block of owners carries from step to step: the states, and the choice for the next chunk.
+    """
     state = pltpu.VMEM((plan.sizes.owners, plan.key_dim, plan.width), plan.arithmetic.accumulation)
-    return [state, pltpu.SMEM((1,), jnp.int32)]
+
+    def call(shapes, chunks: Chunks, inputs):
+        return pl.pallas_call(
+            body,
+            out_shape=shapes,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(chunks),
+                grid=grid,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                scratch_shapes=[state, pltpu.SMEM((1,), jnp.int32)],
+            ),
+            input_output_aliases=aliases,
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+            ),
+            interpret=pltpu.InterpretParams() if plan.interpret else False,
+            name=name,
+        )(*chunks, *inputs)
+
+    return call
 
 
 # ---- from the outer layout and back ----------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import functools
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._tile import chunk_factors
 
@@ -19,12 +18,11 @@ from ._layout import (
     Plan,
     advance,
     by_decay,
-    compiler_params,
     in_chunks,
+    kernel_call,
     like,
     load_operands,
     load_vectors,
-    scratch,
     store_cotangents,
     tile_of,
 )
@@ -98,20 +96,8 @@ def backward(plan: Plan, operands: Operands, chunks: Chunks, document, residuals
         inputs, specs = [*inputs, d_final], [*specs, pl.BlockSpec(memory_space=pl.ANY)]
     d_shapes.append(like(d_final.shape, d_final.dtype, *inputs))
     d_specs.append(blocks.slot())
-    *d_operands, d_bank = pl.pallas_call(
-        functools.partial(_body, plan, count, document is not None),
-        out_shape=d_shapes,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(chunks),
-            grid=(batch, blocks_of_owners, count),
-            in_specs=specs,
-            out_specs=d_specs,
-            scratch_shapes=scratch(plan),
-        ),
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(),
-        interpret=pltpu.InterpretParams() if plan.interpret else False,
-        name="gated_delta_backward",
-    )(*chunks, *inputs)
+    body = functools.partial(_body, plan, count, document is not None)
+    call = kernel_call("gated_delta_backward", body, plan, (batch, blocks_of_owners, count), specs, d_specs, aliases)
+    *d_operands, d_bank = call(d_shapes, chunks, inputs)
     found = iter(d_operands)
     return Operands(*(None if x is None else next(found) for x in operands)), d_bank

@@ -7,7 +7,6 @@ import functools
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._heads import LANES
 from gated_delta._tile import SOLVED, chunk_factors
@@ -20,11 +19,10 @@ from ._layout import (
     Plan,
     advance,
     by_decay,
-    compiler_params,
     in_a_row,
+    kernel_call,
     like,
     load_operands,
-    scratch,
     store_vectors,
     tile_of,
 )
@@ -117,18 +115,6 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
         rows = min(SOLVED, sizes.chunk)
         shapes.append(like((batch, owners, count * sizes.chunks, rows, sizes.chunk), plan.start_dtype, *inputs))
         out_specs.append(blocks.per_step(sizes.chunks, rows, sizes.chunk))
-    return pl.pallas_call(
-        functools.partial(_body, plan, count, document is not None, form, keeps),
-        out_shape=shapes,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(chunks),
-            grid=(batch, blocks_of_owners, count),
-            in_specs=specs,
-            out_specs=out_specs,
-            scratch_shapes=scratch(plan),
-        ),
-        input_output_aliases=aliases,
-        compiler_params=compiler_params(),
-        interpret=pltpu.InterpretParams() if plan.interpret else False,
-        name="gated_delta_forward",
-    )(*chunks, *inputs)
+    body = functools.partial(_body, plan, count, document is not None, form, keeps)
+    call = kernel_call("gated_delta_forward", body, plan, (batch, blocks_of_owners, count), specs, out_specs, aliases)
+    return call(shapes, chunks, inputs)
