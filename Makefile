@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall test test-thorough test-slow test-smoke lint types docs dist bench conformance-peers hooks clean
+.PHONY: help demo recall test test-thorough test-slow test-smoke test-aot lint types docs dist bench conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -45,6 +45,10 @@ test-smoke: ## run the smoke set three times: plain, in x64, and with JAX's own 
 	@$(pytest) -m smoke $(ARGS)
 	@JAX_ENABLE_X64=1 $(pytest) -m smoke $(ARGS)
 	@JAX_DEBUG_NANS=1 JAX_NUMPY_RANK_PROMOTION=raise $(pytest) -m smoke $(ARGS)
+
+test-aot: ## have libtpu compile every kernel for four TPUs that are not there, at real models' shapes (hours; into .venv-aot)
+	@PYTHON='$(PYTHON)' VENV=.venv-aot scripts/venv.sh test tpu
+	@JAX_PLATFORMS=cpu .venv-aot/bin/python -m pytest -m aot tests/hardware $(ARGS)
 
 lint: ## ruff: rules and formatting
 	$(install) dev

@@ -46,7 +46,7 @@ def sla_8(**options):
     return sla(Heads(8, 32, key_dim=256), **options)
 
 
-def sla_r2(**options):
+def sla_2(**options):
     return sla(Heads(2, 8, key_dim=256), **options)
 
 

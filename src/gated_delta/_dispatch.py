@@ -9,8 +9,15 @@ from ._types import no_type_check
 
 
 def backends() -> tuple[AbstractBackend, ...]:
-    """Every backend with its default options, in the order in which they are tried."""
+    """The backends that need not be named, with their default options, in the order in which they are tried."""
     return (Chunked(), Recurrent())
+
+
+def named_only() -> tuple[AbstractBackend, ...]:
+    """Those that a call has to name: no chip has run `PallasTPU` yet."""
+    from .pallas import PallasTPU  # takes longer than to import the rest of the package
+
+    return (PallasTPU(),)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +38,8 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self.problem]
         for name, reason in self.reasons.items():
-            verdict = f"cannot run: {reason}" if reason else "runs" if name == str(self.chosen) else "could run"
+            able = "could run, if named" if name in map(str, named_only()) else "could run"
+            verdict = f"cannot run: {reason}" if reason else "runs" if name == str(self.chosen) else able
             lines.append(f"  {name}: {verdict}")
         return "\n".join(lines)
 
@@ -58,7 +66,8 @@ def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
 
 
 def explain_problem(problem: Problem, named: AbstractBackend | None) -> Explanation:
-    tried = backends() if named is None else (named, *(b for b in backends() if b != named))
+    known = (*backends(), *named_only())
+    tried = known if named is None else (named, *(b for b in known if b != named))
     reasons = {str(backend): backend.why_not(problem) for backend in tried}
     return Explanation(choose(problem, named), reasons, describe(problem))
 

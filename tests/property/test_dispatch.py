@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gated_delta import AbstractBackend, Chunked, Explanation, Gates, Recurrent, explain, gated_delta
+from gated_delta.pallas import PallasTPU
 from gated_delta.testing import RandomGates, RandomProblem, backends, why_not
 
 PROBLEM = RandomProblem(
@@ -40,7 +41,7 @@ def test_the_default_is_the_first_backend_that_can_run():
     explanation = explain(**PROBLEM.arguments())
     assert isinstance(explanation, Explanation)
     assert explanation.chosen == next(b for b in backends() if why_not(b, PROBLEM) is None)
-    assert set(explanation.reasons) == {str(backend) for backend in backends()}
+    assert set(explanation.reasons) == {str(backend) for backend in (*backends(), PallasTPU())}
     assert explanation.reasons[str(explanation.chosen)] is None
 
 
@@ -51,6 +52,10 @@ def test_an_explanation_prints_the_problem_and_a_verdict_per_backend():
         "erase: head, write: as erase; inverse: exact"
     )
     assert "  Chunked(): runs" in lines and "  Recurrent(): could run" in lines
+    if (here := jax.default_backend()) != "tpu":
+        assert f"  PallasTPU(): cannot run: it needs a TPU, and the default platform is {here}" in lines
+    interpreted = explain(**PROBLEM.arguments(), backend=PallasTPU(interpret=True))
+    assert "  PallasTPU(interpret=True): runs" in str(interpreted).splitlines()
     other = explain(**PROBLEM.arguments(), backend=Recurrent())
     assert other.chosen == Recurrent()
     assert {"  Recurrent(): runs", "  Chunked(): could run"}.issubset(str(other).splitlines())
@@ -87,6 +92,7 @@ def test_a_backend_that_cannot_run_is_skipped_by_default_and_refused_by_name(mon
 
     arguments = PROBLEM.arguments()
     monkeypatch.setattr(_dispatch, "backends", lambda: (Picky(), Recording(), Recurrent()))
+    monkeypatch.setattr(_dispatch, "named_only", lambda: ())
     explanation = explain(**arguments)
     assert explanation.chosen == Recording()
     assert explanation.reasons == {"Picky()": "it is Sunday", "Recording()": None, "Recurrent()": None}

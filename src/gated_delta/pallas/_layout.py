@@ -80,7 +80,11 @@ class Plan(NamedTuple):
     chooses: bool  # per chunk, how decays of key channels are treated
     keeps_inverse: bool
     start_dtype: str  # of the states kept for the backward pass
-    interpret: bool
+    interpret: bool | pltpu.InterpretParams
+
+    @property
+    def interprets(self) -> bool:
+        return self.interpret is not False
 
     @property
     def used(self) -> tuple[bool, ...]:
@@ -131,7 +135,7 @@ def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_spec
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
             ),
-            interpret=pltpu.InterpretParams() if plan.interpret else False,
+            interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
             name=name,
         )(*chunks, *inputs)
 
@@ -311,7 +315,7 @@ def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
             return None
         which = plan.part_of(i, owners)
         if form.is_vector:
-            return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interpret, which))
+            return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interprets, which))
         columns = [ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles]]
         return Columns(jnp.concatenate(in_chunks(plan, columns), axis=-1), form.tiles)
 
@@ -368,7 +372,7 @@ def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
     form = plan.forms.log_decay
 
     def much(ref):
-        log_decay = load_vectors(ref, form, plan.sizes.owners, plan.interpret)
+        log_decay = load_vectors(ref, form, plan.sizes.owners, plan.interprets)
         return forgets_much(log_decay).astype(jnp.int32)
 
     @pl.when(pl.program_id(2) == 0)
@@ -392,7 +396,7 @@ def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: r
             continue
         which = plan.part_of(i, owners)
         if form.is_vector:
-            store_vectors(ref, in_a_row(plan, value), form, plan.owners_of(i), plan.interpret, which)
+            store_vectors(ref, in_a_row(plan, value), form, plan.owners_of(i), plan.interprets, which)
         else:
             width = value.values.shape[1] // plan.sizes.chunks
             parts = [value.values[:, n * width : (n + 1) * width] for n in range(plan.sizes.chunks)]

@@ -7,6 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._backend import AbstractBackend, Problem, Result
 from gated_delta._chunk_layout import ChunkLayout, lay_out
@@ -29,15 +30,16 @@ class PallasTPU(AbstractBackend):
     - `residuals`: what the forward kernel keeps for the backward one beside the inputs. `"states"`: the state that
         enters each chunk. `"all"`: the inverse of each chunk's solve as well. `"none"`: nothing; the forward kernel
         runs again. They are named `gated_delta_states` and `gated_delta_inverses` for `jax.checkpoint` policies.
-    - `interpret`: run in JAX's TPU interpreter, on any machine: slow, for tests.
+    - `interpret`: run in JAX's TPU interpreter, on any machine: slow, for tests. An instance of Pallas'
+        `InterpretParams` chooses its options, such as the detection of races.
     - `ahead_of_time`: do not ask for a TPU here, for `jax.export` and compilation on a machine that has none.
     """
 
     contains = True
 
-    config: TileConfig = eqx.field(default_factory=TileConfig)
+    config: TileConfig = TileConfig()
     residuals: Literal["states", "all", "none"] = eqx.field(static=True, default="states")
-    interpret: bool = eqx.field(static=True, default=False)
+    interpret: bool | pltpu.InterpretParams = eqx.field(static=True, default=False)
     ahead_of_time: bool = eqx.field(static=True, default=False)
 
     def __check_init__(self):

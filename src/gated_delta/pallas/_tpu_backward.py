@@ -58,7 +58,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
             return advance(plan, state, chunk_factors(tile, arithmetic, inverse), arithmetic)
 
         pull = jax.vjp(step, [starts_ref[0, h, 0].astype(carry.dtype) for h in owners], operands)[1]
-        d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interpret, owners)
+        d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interprets, owners)
         d_out = in_chunks(plan, [x.astype(carry.dtype) for x in d_out])
         d_state, d_operands = pull(([carry[h] for h in owners], d_out))
         store_cotangents(plan, d_tile_refs, d_operands, owners)

@@ -59,7 +59,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
                 for n in range(plan.sizes.chunks):
                     inverse_ref[0, h, n] = factors.inverse[n * len(owners) + i].astype(inverse_ref.dtype)
         state, out = advance(plan, state, factors, arithmetic)
-        store_vectors(out_ref, in_a_row(plan, out), out_form, plan.sizes.owners, plan.interpret, owners)
+        store_vectors(out_ref, in_a_row(plan, out), out_form, plan.sizes.owners, plan.interprets, owners)
         check_ref[0, 0, 0] += _sum_of_all(out)
         for i, h in enumerate(owners):
             carry[h] = state[i]

@@ -1,0 +1,56 @@
+"""The TPU compiler takes every kernel, forward and backward, at the shapes of real models, for chips that are not here.
+
+libtpu needs no TPU for that, but a process of its own for each compilation. Neither kernel may take more of a chip's
+vector memory than it has: the compiler refuses what does.
+"""
+
+import importlib.util
+import pathlib
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from tpu.compile import CHIPS  # noqa: E402
+from tpu.report import compiled  # noqa: E402
+
+pytestmark = [
+    pytest.mark.aot,
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'gated-delta[tpu]'"
+    ),
+]
+
+CASES = {
+    "GDN, Qwen3-Next, 16 key and 32 value heads": ("gdn_grouped", {}),
+    "GDN, OLMo-Hybrid, 30 heads of 96 and 192": ("olmo", {}),
+    "KDA, Kimi Linear, 32 heads": ("kda", {"heads": 32}),
+    "KDA, bounded decays": ("kda", {"heads": 32, "log_decay_min": -5.0}),
+    "GDN-2, 16 heads": ("gdn2", {}),
+    "SLA-R4, 4 key heads": ("sla", {}),
+    "SLA-R4, 4 key heads, approx": ("sla", {"inverse": "approx"}),
+    "SLA-R4, 2 key heads": ("sla_2", {}),
+}
+
+
+def kernels(case: str, chip: str, folder: pathlib.Path, **keywords) -> dict:
+    """Compile forward and backward as one program; what JAX says of it."""
+    name, own = CASES[case]
+    function = f"{ROOT / 'benchmarks' / 'tpu' / 'ours.py'}:{name}"
+    record = compiled(function, {**own, "backward": True, **keywords}, chip, folder)
+    # Each stands twice: once more for inputs that are not finite.
+    assert record["hlo"].count('custom_call_target="tpu_custom_call"') == 4
+    return record
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_kernels_compile(case, chip, tmp_path):
+    kernels(case, chip, tmp_path)
+
+
+def test_a_small_block_of_the_kernels_compiles(tmp_path):
+    kernels("SLA-R4, 2 key heads", "tpu7x", tmp_path, time=256, config={"owners": 1, "chunks": 1})
