@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall test test-thorough test-slow test-smoke test-aot lint types docs dist bench conformance-peers hooks clean
+.PHONY: help demo recall test test-thorough test-slow test-smoke test-aot lint types docs dist bench tpu-schedule conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -74,6 +74,11 @@ bench: ## time forward + backward on one CPU core beside maxtext's (installed fr
 	$(install) bench
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh maxtext
 	@$(python) benchmarks/bench_op.py --peer-python .venv-maxtext/bin/python $(ARGS)
+
+tpu-schedule: ## cycles of our TPU kernels and of others', by the compiler's schedule: no TPU needed (an hour; Python 3.12)
+	$(install) bench
+	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh tpu-peers
+	@$(python) benchmarks/tpu_peers.py --python .venv-tpu-peers/bin/python $(ARGS)
 
 conformance-peers: ## ask what others wrote for our laws, and write the table of docs/conformance.md (about 20 minutes; Python 3.12)
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
