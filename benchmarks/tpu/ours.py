@@ -50,6 +50,11 @@ def sla_2(**options):
     return sla(Heads(2, 8, key_dim=256), **options)
 
 
+def sla_r8(**options):
+    """Eight value heads for each key head: a width of 1024."""
+    return sla(Heads(2, 16, key_dim=256), **options)
+
+
 def kda(heads=16, log_decay_min=None, **options):
     """One decay per channel and one beta."""
     return _case(Heads(heads, heads), options, decay=128, tied=True, log_decay_min=log_decay_min)

@@ -80,6 +80,14 @@ def test_a_solve_that_is_no_product_is_refused():
         gated_delta(**{**PROBLEMS["gdn"].arguments(), "inverse": "substitution"}, backend=KERNEL)
 
 
+def test_a_state_too_large_for_the_chip_is_refused():
+    problem = RandomProblem(time=1, key_heads=1, group=8, key_dim=300, value_dim=200, gates=RandomGates("head"))
+    with pytest.raises(
+        ValueError, match=r"a state of 384 x 2048 numbers .* 8 value heads side by side.* at most 524288"
+    ):
+        gated_delta(**problem.arguments(), backend=PallasTPU(ahead_of_time=True))
+
+
 def test_two_chunks_in_a_step_are_two_steps():
     problem = RandomProblem(
         **{**SIZES, "time": 70}, gates=RandomGates(decay="tile", decay_tiles=4, erase="head", tied=True)

@@ -59,3 +59,5 @@ def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_siz
 
 
 _OWNERS, _STATES, _FEW = 16, 2**20, 4
+LARGEST_STATE = 2**19
+"""Numbers in the state of one owner, which is not divided among grid steps: 2 MiB in float32, and more than once."""

@@ -16,7 +16,7 @@ from gated_delta._heads import LANES
 from gated_delta._tile import FAR, NEAR, Arithmetic
 from gated_delta._types import no_type_check
 
-from ._config import Sizes, TileConfig, settle
+from ._config import LARGEST_STATE, Sizes, TileConfig, settle
 from ._layout import Chunks, Form, Operands, Plan, lay_columns, lay_vector, take_vector, vector_form
 from ._tpu_backward import backward
 from ._tpu_forward import forward
@@ -51,6 +51,12 @@ class PallasTPU(AbstractBackend):
             return "float64 has no TPU kernel; Chunked and Recurrent compute it"
         if problem.inverse not in ("exact", "approx"):
             return f"inverse={problem.inverse!r} does not run inside a kernel; 'exact' and 'approx' do"
+        _, key_dim, width = _laid_dims(problem)
+        if key_dim * width > LARGEST_STATE:
+            return (
+                f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) leaves no "
+                f"room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
+            )
         if not (self.interpret or self.ahead_of_time) and jax.default_backend() != "tpu":
             return f"it needs a TPU, and the default platform is {jax.default_backend()}"
         return None
@@ -65,9 +71,8 @@ class PallasTPU(AbstractBackend):
     def launch(self, problem: Problem) -> tuple[Result, Any]:
         """The kernels' result, and whether anything in it is not finite."""
         batch, slots, owners, key_dim, width = problem.state_shape
-        parts = _value_heads(problem) // owners
+        parts, laid_key_dim, laid_width = _laid_dims(problem)
         dim = width // parts
-        laid_key_dim, laid_width = _whole_lanes(key_dim), parts * _whole_lanes(dim)
         sizes = settle(
             self.config,
             problem.k.shape[1],
@@ -197,9 +202,10 @@ def _whole_lanes(dim: int) -> int:
     return -(-dim // LANES) * LANES
 
 
-def _value_heads(problem: Problem) -> int:
-    """Values of how many heads lie in all owners' widths."""
-    return problem.v.shape[2] * problem.group
+def _laid_dims(problem: Problem) -> tuple[int, int, int]:
+    """Values of how many heads lie in an owner's width; key_dim and width in whole lanes."""
+    parts = problem.group
+    return parts, _whole_lanes(problem.k.shape[3]), parts * _whole_lanes(problem.v.shape[3] // parts)
 
 
 def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int) -> tuple[Operands, Operands]:
