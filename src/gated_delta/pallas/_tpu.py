@@ -54,8 +54,8 @@ class PallasTPU(AbstractBackend):
         _, key_dim, width = _laid_dims(problem)
         if key_dim * width > LARGEST_STATE:
             return (
-                f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) leaves no "
-                f"room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
+                f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) leaves "
+                f"no room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
             )
         if not (self.interpret or self.ahead_of_time) and jax.default_backend() != "tpu":
             return f"it needs a TPU, and the default platform is {jax.default_backend()}"
