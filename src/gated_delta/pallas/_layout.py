@@ -15,7 +15,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._gates import limit_log_decay
-from gated_delta._heads import LANES, Columns
+from gated_delta._heads import LANES, Columns, each
+from gated_delta._raw_gates import Prologue
 from gated_delta._tile import Arithmetic, Factors, Tile, chunk_advance, forgets_much
 
 from ._config import Sizes
@@ -32,6 +33,11 @@ class Operands(NamedTuple):
     log_decay: Any
     erase: Any
     write: Any
+    A_log: Any
+    dt_bias: Any
+
+
+NOTHING = Operands(*(None for _ in Operands._fields))
 
 
 class Chunks(NamedTuple):
@@ -54,11 +60,14 @@ class Form(NamedTuple):
     - `heads`: vectors side by side for every owner or key head of the block (the values of a group); 0 for columns.
     - `tiles`: of 128 lanes in a vector; of columns: how many belong to an owner.
     - `blocks`: whether owner blocks have an axis of their own, `[batch, blocks, time, ...]`.
+    - `is_fixed`: the same for every token: vectors are `[batch, blocks, heads, tiles * 128]`, columns
+        `[batch, blocks, 1, columns]`.
     """
 
     heads: int
     tiles: int
     blocks: bool
+    is_fixed: bool = False
 
     @property
     def is_vector(self) -> bool:
@@ -74,6 +83,7 @@ class Plan(NamedTuple):
     key_dim: int
     width: int
     tied: bool
+    prologue: Prologue | None
     scale: float
     has_bank: bool  # initial states are given
     has_slots: bool  # every document has states of its own
@@ -90,6 +100,10 @@ class Plan(NamedTuple):
     def used(self) -> tuple[bool, ...]:
         """Which of the operands there are."""
         return tuple(form is not None for form in self.forms)
+
+    @property
+    def has_fixed(self) -> bool:
+        return any(form is not None and form.is_fixed for form in self.forms)
 
     def owners_of(self, index: int) -> int:
         """How many of a block's heads operand `index` has: key heads for queries and keys."""
@@ -192,6 +206,17 @@ def lay_columns(x, block_heads: int):
     return jnp.swapaxes(x, 1, 2)
 
 
+def lay_fixed(x, form: Form, block_heads: int, batch: int):
+    """`[owners, groups]` for every batch row, whose cotangents are thus apart."""
+    owners, groups = x.shape
+    if form.is_vector:
+        x = jnp.pad(x, ((0, 0), (0, form.tiles * LANES - groups)))
+        x = x.reshape(owners // block_heads, block_heads, form.tiles * LANES)
+    else:
+        x = x.reshape(owners // block_heads, 1, block_heads * groups)
+    return jnp.broadcast_to(x[None], (batch, *x.shape))
+
+
 # ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +233,8 @@ class Blocks:
 
     def operand(self, array, form: Form, block_heads: int) -> pl.BlockSpec:
         chunk, chunk_of = self.plan.sizes.tokens, self.chunk_of
+        if form.is_fixed:
+            return pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, h, c, *_: (b, h, 0, 0))
         if not form.is_vector:
             return pl.BlockSpec((1, 1, chunk, array.shape[3]), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
         if form.blocks:
@@ -314,12 +341,20 @@ def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
         if ref is None:
             return None
         which = plan.part_of(i, owners)
+        if form.is_fixed:
+            return _load_fixed(plan, ref, form, which)
         if form.is_vector:
             return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interprets, which))
         columns = [ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles]]
         return Columns(jnp.concatenate(in_chunks(plan, columns), axis=-1), form.tiles)
 
     return Operands(*(load(i, *x) for i, x in enumerate(zip(refs, plan.forms, strict=True))))
+
+
+def _load_fixed(plan: Plan, ref, form: Form, which: range) -> list | Columns:
+    if form.is_vector:
+        return [ref[0, 0, h : h + 1] for h in which]
+    return Columns(ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles], form.tiles)
 
 
 def in_chunks(plan: Plan, heads: list) -> list:
@@ -354,11 +389,46 @@ def advance(plan: Plan, state: list, factors: Factors, arithmetic: Arithmetic) -
 
 def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:
     """The chunk as `_tile` takes it, its queries scaled."""
+    x = behind_prologue(plan, x)
     document = None if document_ref is None else document_ref[0]
     entry = None if document_ref is None else jnp.full((1, 1), entry, jnp.int32)
     log_decay = jax.tree.map(limit_log_decay, x.log_decay)
     q = [plan.scale * q.astype(plan.arithmetic.accumulation) for q in x.q]
     return Tile(q, x.k, x.v, log_decay, x.erase, x.erase if plan.tied else x.write, document, entry)
+
+
+def behind_prologue(plan: Plan, x: Operands) -> Operands:
+    """The operands as they are without one. Vectors are widened first, so they are rounded once."""
+    prologue = plan.prologue
+    if prologue is None:
+        return x
+    q, k = ([prologue.vector(y.astype(plan.arithmetic.accumulation)) for y in heads] for heads in (x.q, x.k))
+    return x._replace(
+        q=q,
+        k=k,
+        log_decay=_activated_decay(prologue, x.log_decay, x.A_log, x.dt_bias),
+        erase=jax.tree.map(prologue.erase, x.erase),
+        write=jax.tree.map(prologue.write, x.write),
+        A_log=None,
+        dt_bias=None,
+    )
+
+
+def _activated_decay(prologue: Prologue, raw: list | Columns | None, A_log, dt_bias) -> list | Columns | None:
+    """Parameters are those of a block's owners; `raw` may have them once for every chunk of a step."""
+    if raw is None:
+        return None
+    if isinstance(raw, Columns):
+        values = raw.values
+
+        def repeat(x):
+            times = values.shape[1] // x.values.shape[1]
+            return x.values if times == 1 else jnp.concatenate([x.values] * times, axis=1)
+
+        fixed = (None if x is None else repeat(x) for x in (A_log, dt_bias))
+        return Columns(prologue.log_decay(values, *fixed), raw.groups)
+    fixed = (None if x is None else x * (len(raw) // len(x)) for x in (A_log, dt_bias))
+    return each(prologue.log_decay, raw, *fixed)
 
 
 def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
@@ -373,6 +443,9 @@ def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
 
     def much(ref):
         log_decay = load_vectors(ref, form, plan.sizes.owners, plan.interprets)
+        if plan.prologue is not None:
+            fixed = load_operands(plan, NOTHING._replace(A_log=refs.A_log, dt_bias=refs.dt_bias), plan.all_owners)
+            log_decay = _activated_decay(plan.prologue, log_decay, fixed.A_log, fixed.dt_bias)
         return forgets_much(log_decay).astype(jnp.int32)
 
     @pl.when(pl.program_id(2) == 0)
@@ -395,7 +468,9 @@ def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: r
         if ref is None:
             continue
         which = plan.part_of(i, owners)
-        if form.is_vector:
+        if form.is_fixed:
+            _add_fixed(ref, value, form, which)
+        elif form.is_vector:
             store_vectors(ref, in_a_row(plan, value), form, plan.owners_of(i), plan.interprets, which)
         else:
             width = value.values.shape[1] // plan.sizes.chunks
@@ -404,8 +479,41 @@ def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: r
             ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles] = columns
 
 
+def _add_fixed(ref, value, form: Form, which: range):
+    if form.is_vector:
+        for h, x in zip(which, value, strict=True):
+            ref[0, 0, h : h + 1] += x
+    else:
+        ref[0, 0, :, which.start * form.tiles : which.stop * form.tiles] += value.values
+
+
+def zero_fixed(plan: Plan, refs: Operands):
+    """Before the first chunk: what all chunks add to."""
+    for ref, form in zip(refs, plan.forms, strict=True):
+        if ref is not None and form.is_fixed:
+            ref[...] = jnp.zeros_like(ref)
+
+
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:
     """An output's shape, varying over the manual mesh axes that any of `arrays` varies over."""
-    axes = frozenset().union(*(getattr(jax.typeof(x), "vma", frozenset()) for x in arrays if x is not None))
+    axes = frozenset().union(*(_manual_axes(x) for x in arrays if x is not None))
     manual: dict[str, Any] = {"vma": axes} if axes else {}
     return jax.ShapeDtypeStruct(shape, dtype, **manual)
+
+
+def varying_alike(arrays):
+    """All arrays of a tree varying over the manual mesh axes that any of them varies over.
+
+    So their cotangents are, and what is summed over devices (those of parameters) is summed outside of any branch.
+    """
+    axes = frozenset().union(*(_manual_axes(x) for x in jax.tree.leaves(arrays)))
+
+    def vary(x):
+        missing = tuple(axes - _manual_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(vary, arrays)
+
+
+def _manual_axes(x) -> frozenset:
+    return getattr(jax.typeof(x), "vma", frozenset())

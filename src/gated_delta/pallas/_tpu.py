@@ -17,7 +17,18 @@ from gated_delta._tile import FAR, NEAR, Arithmetic
 from gated_delta._types import no_type_check
 
 from ._config import LARGEST_STATE, Sizes, TileConfig, settle
-from ._layout import Chunks, Form, Operands, Plan, lay_columns, lay_vector, take_vector, vector_form
+from ._layout import (
+    Chunks,
+    Form,
+    Operands,
+    Plan,
+    lay_columns,
+    lay_fixed,
+    lay_vector,
+    take_vector,
+    varying_alike,
+    vector_form,
+)
 from ._tpu_backward import backward
 from ._tpu_forward import forward
 
@@ -36,6 +47,7 @@ class PallasTPU(AbstractBackend):
     """
 
     contains = True
+    takes_raw = True
 
     config: TileConfig = TileConfig()
     residuals: Literal["states", "all", "none"] = eqx.field(static=True, default="states")
@@ -54,8 +66,8 @@ class PallasTPU(AbstractBackend):
         _, key_dim, width = _laid_dims(problem)
         if key_dim * width > LARGEST_STATE:
             return (
-                f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) leaves "
-                f"no room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
+                f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) "
+                f"leaves no room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
             )
         if not (self.interpret or self.ahead_of_time) and jax.default_backend() != "tpu":
             return f"it needs a TPU, and the default platform is {jax.default_backend()}"
@@ -65,6 +77,7 @@ class PallasTPU(AbstractBackend):
         # What crosses a `cond` is a real array: it has the caller's shape, with the heads of a group apart.
         arrays, static = eqx.partition(_with_heads_apart(problem), eqx.is_array)
         floats, integers = eqx.partition(arrays, eqx.is_inexact_array)
+        floats = varying_alike(floats)
         out, state = cast(Result, _guarded((self, static), floats, integers))
         return out.reshape(problem.v.shape), state
 
@@ -83,6 +96,8 @@ class PallasTPU(AbstractBackend):
         )
         layout = lay_out(problem, sizes.tokens)
         dtype = problem.accumulation
+        if not isinstance(problem.scale, float):
+            problem = problem.activated()  # the norm comes before the scale
         scale, q = problem.scale, problem.q
         if not isinstance(scale, float):  # only a number known here goes into the kernel
             q, scale = (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype), 1.0
@@ -99,6 +114,7 @@ class PallasTPU(AbstractBackend):
             key_dim=laid_key_dim,
             width=laid_width,
             tied=problem.tied,
+            prologue=problem.prologue,
             scale=scale,
             has_bank=problem.initial_state is not None or has_slots,
             has_slots=has_slots,
@@ -175,7 +191,7 @@ def _contained(how, integers, floats):
         floats
     )  # else XLA moves the reshapes below out of the branch: a copy each time
     problem = eqx.combine(floats, integers, static)
-    out, state = contained(lambda clean: backend.launch(clean)[0], _with_groups(problem))
+    out, state = contained(lambda clean: backend.launch(clean)[0], _with_groups(problem).activated())
     return out.reshape(problem.v.shape), state
 
 
@@ -211,13 +227,15 @@ def _laid_dims(problem: Problem) -> tuple[int, int, int]:
 def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int) -> tuple[Operands, Operands]:
     """Inputs as vectors or columns of whole chunks, and the form of each."""
     key_dim, width = problem.k.shape[3], problem.v.shape[3]
-    log_decay = problem.log_decay
-    if key_dim % LANES and log_decay is not None and 1 < log_decay.shape[3] < key_dim:
-        log_decay = jnp.repeat(log_decay, key_dim // log_decay.shape[3], axis=3)  # tiles would not lie in whole lanes
+    fill = 0 if problem.prologue is None else -jnp.inf  # gates of 0
+    decay = problem.log_decay, problem.A_log, problem.dt_bias
+    if key_dim % LANES and decay[0] is not None and 1 < (groups := decay[0].shape[3]) < key_dim:
+        # Tiles would not lie in whole lanes.
+        decay = tuple(None if x is None else jnp.repeat(_wide(x, groups), key_dim // groups, axis=-1) for x in decay)
 
-    def vector(x, block_heads, parts=1):
+    def vector(x, block_heads, parts=1, fill=0):
         batch, time, heads, dim = x.shape
-        x = layout.lay(x.reshape(batch, time, heads * parts, dim // parts))
+        x = layout.lay(x.reshape(batch, time, heads * parts, dim // parts), fill)
         form = vector_form(x, heads, dim // parts, block_heads)
         return lay_vector(x, form, block_heads), form
 
@@ -225,19 +243,34 @@ def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int
         if x is None:
             return None, None
         if x.shape[3] == dim > 1:
-            return vector(x, sizes.owners, parts)
-        return lay_columns(layout.lay(x), sizes.owners), Form(0, x.shape[3], True)
+            return vector(x, sizes.owners, parts, fill)
+        return lay_columns(layout.lay(x, fill), sizes.owners), Form(0, x.shape[3], True)
+
+    raw_decay = gate(decay[0], key_dim)  # raw or not
+
+    def fixed(x):
+        if x is None:
+            return None, None
+        form = raw_decay[1]._replace(blocks=True, is_fixed=True)
+        return lay_fixed(_wide(x, decay[0].shape[3]), form, sizes.owners, problem.k.shape[0]), form
 
     write = None if problem.tied else problem.write
     pairs = [
         vector(q, sizes.key_heads),
         vector(problem.k, sizes.key_heads),
         vector(problem.v, sizes.owners, parts),
-        gate(log_decay, key_dim),
+        raw_decay,
         gate(problem.erase, key_dim),
         gate(write, width, parts),
+        fixed(decay[1]),
+        fixed(decay[2]),
     ]
     return Operands(*(x for x, _ in pairs)), Operands(*(form for _, form in pairs))
+
+
+def _wide(x, groups: int):
+    """A number per head for each of its decay groups."""
+    return jnp.broadcast_to(x[:, None], (x.shape[0], groups)) if x.ndim == 1 else x
 
 
 def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:

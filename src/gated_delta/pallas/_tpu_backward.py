@@ -25,6 +25,7 @@ from ._layout import (
     load_vectors,
     store_cotangents,
     tile_of,
+    zero_fixed,
 )
 
 
@@ -45,6 +46,9 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
     @pl.when(scalars.end[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
     def _():
         carry[...] = d_final_ref[0, 0]
+
+    if plan.has_fixed:
+        pl.when(pl.program_id(2) == 0)(lambda: zero_fixed(plan, d_tile_refs))
 
     def run(arithmetic, owners):
         operands = load_operands(plan, tile_refs, owners)
