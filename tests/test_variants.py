@@ -35,7 +35,7 @@ from gated_delta import (
     variants,
     weight_decay_mask,
 )
-from gated_delta._activations import bounded_decay, gated_rms_norm, inverse_softplus, sigmoid_gate, softplus_decay
+from gated_delta._activations import decay_by_head, gated_rms_norm, inverse_softplus, sigmoid_gate
 from gated_delta._linear import Linear
 
 KEY = jax.random.key(0)
@@ -287,12 +287,12 @@ def test_decays_against_float64():
     raw[1] = -200
     y, A = raw + dt_bias, np.exp(A_log)[:, None]
     low = [jnp.asarray(a, jnp.float32) for a in (raw, A_log, dt_bias)]
-    np.testing.assert_allclose(softplus_decay(*low), -A * np.logaddexp(y, 0), rtol=2e-5, atol=1e-37)
-    bounded = bounded_decay(*low, -5.0)
+    np.testing.assert_allclose(decay_by_head(*low), -A * np.logaddexp(y, 0), rtol=2e-5, atol=1e-37)
+    bounded = decay_by_head(*low, -5.0)
     np.testing.assert_allclose(bounded, -5 * np.exp(-np.logaddexp(-A * y, 0)), rtol=2e-4, atol=1e-37)
     assert np.asarray(bounded).min() >= -5
     np.testing.assert_array_equal(
-        bounded_decay(low[0], None, low[2], -5.0), bounded_decay(low[0], 0 * low[1], low[2], -5.0)
+        decay_by_head(low[0], None, low[2], -5.0), decay_by_head(low[0], 0 * low[1], low[2], -5.0)
     )
     gate = np.asarray(sigmoid_gate(low[0], 2.0))
     assert gate.min() >= 0 and gate.max() <= 2
@@ -310,9 +310,7 @@ def test_gradients_are_finite_at_any_rate(form, A_log):
     @fast_jit
     def pull(raw, A_log, dt_bias):
         def decay(raw, A_log, dt_bias):
-            return (
-                softplus_decay(raw, A_log, dt_bias) if form == "softplus" else bounded_decay(raw, A_log, dt_bias, -5.0)
-            )
+            return decay_by_head(raw, A_log, dt_bias, None if form == "softplus" else -5.0)
 
         out, pull = jax.vjp(decay, raw, A_log, dt_bias)
         return out, pull(jnp.ones_like(out) * 1e-3)
@@ -335,7 +333,7 @@ def test_bounded_decay_has_the_gradient_of_its_formula():
         rng.normal(size=(9, 2, 3)),
     )
     with jax.enable_x64(True):
-        _, pull = jax.vjp(lambda *a: bounded_decay(*a, -4.0), *(jnp.asarray(a) for a in (raw, A_log, dt_bias)))
+        _, pull = jax.vjp(lambda *a: decay_by_head(*a, -4.0), *(jnp.asarray(a) for a in (raw, A_log, dt_bias)))
         d_raw, d_A_log, d_bias = pull(jnp.asarray(d_out))
     y, A = raw + dt_bias, np.exp(A_log)[:, None]
     u = 1 / (1 + np.exp(-A * y))

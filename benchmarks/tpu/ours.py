@@ -4,8 +4,9 @@
 
 bf16 q, k, v, float32 gates in log space, no initial state. Options of all: `time`, `batch`, `backward` (forward and
 then the gradients of every input, as one program), `inverse`, `config` (of `TileConfig`), `backend` (`PallasTPU`'s
-other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead). Each function returns
-`(callable, arguments, facts)`.
+other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead), `raw` (`True`: `gated_delta_raw`,
+with bf16 q and k before their norm and float32 gates before their activations; `"outside"`: norm and activations by
+XLA, then `gated_delta`). Each function returns `(callable, arguments, facts)`.
 """
 
 import dataclasses
@@ -14,7 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
-from gated_delta import Chunked, Gates, gated_delta
+from gated_delta import Chunked, Gates, RawGates, gated_delta, gated_delta_raw
+from gated_delta._activations import l2_normalize
 from gated_delta.pallas import PallasTPU, TileConfig
 
 bf16, f32 = jnp.bfloat16, jnp.float32
@@ -97,6 +99,7 @@ def _build(
     backend=None,
     chunked=False,
     far=False,
+    raw=False,
 ):
     config, backend = config or {}, backend or {}
     runs = Chunked(**backend) if chunked else PallasTPU(config=TileConfig(**config), **backend)
@@ -105,8 +108,21 @@ def _build(
     key, value = Shape((*lead, heads.key, heads.key_dim), bf16), Shape((*lead, heads.value, heads.value_dim), bf16)
     gates = [Shape((*lead, owners, decay), f32)]
     gates += [Shape((*lead, owners, 1), f32)] if tied else [Shape(key.shape, f32), Shape(value.shape, f32)]
+    if raw:
+        gates += [Shape((owners,), f32), Shape((owners, decay), f32)]
+
+    def raw_gates(*gates):
+        *gates, A_log, dt_bias = gates
+        bound = promises.get("log_decay_min")
+        options = dict(A_log=A_log, dt_bias=dt_bias, bound=bound, erase_max=promises.get("erase_max", 1.0))
+        return RawGates(*gates, **options, is_tied=tied)
 
     def forward(q, k, v, *gates):
+        if raw == "outside":
+            activated = raw_gates(*gates).activated()
+            return gated_delta(l2_normalize(q), l2_normalize(k), v, activated, inverse=inverse, backend=runs)[0]
+        if raw:
+            return gated_delta_raw(q, k, v, raw_gates(*gates), inverse=inverse, backend=runs)[0]
         made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
         return gated_delta(q, k, v, made, inverse=inverse, backend=runs)[0]
 

@@ -15,9 +15,11 @@ from ._layer import GatedDeltaMixer as GatedDeltaMixer
 from ._layer import MixerState as MixerState
 from ._op import explain as explain
 from ._op import gated_delta as gated_delta
+from ._op import gated_delta_raw as gated_delta_raw
 from ._op import gated_delta_step as gated_delta_step
 from ._params import cast_params as cast_params
 from ._params import weight_decay_mask as weight_decay_mask
+from ._raw_gates import RawGates as RawGates
 from ._recurrent import Recurrent as Recurrent
 from ._variant import MixerConfig as MixerConfig
 from ._variant import Variant as Variant

@@ -30,37 +30,50 @@ def _behind(x, ndim: int):
 # ---- gates -----------------------------------------------------------------------------------------------------------
 
 
-def decay_rate(A_log: Float[Array, " heads"]) -> Float[Array, " heads"]:
-    """`exp(A_log)`, limited to what its dtype can hold: so a product with an activation of 0 is 0, not NaN."""
-    limit = 700.0 if A_log.dtype == jnp.float64 else 88.0
-    return jnp.exp(jnp.where(A_log > limit, jnp.full_like(A_log, limit), A_log))
+HUGE = 1e30
+"""Beyond it, either way, a raw value changes no gate: it stands for infinity where `inf * 0` would be NaN."""
 
 
-def softplus_decay(
-    raw: Float[Array, "*batch heads groups"], A_log: Float[Array, " heads"], dt_bias: Float[Array, "heads groups"]
-) -> Float[Array, "*batch heads groups"]:
-    """`log_decay = -exp(A_log) * softplus(raw + dt_bias)`, in nats per token."""
-    raw, A_log, dt_bias = raise_dtype(raw, A_log, dt_bias)
-    y = raw + _behind(dt_bias, raw.ndim)
-    return -_behind(decay_rate(A_log)[:, None], raw.ndim) * jax.nn.softplus(y)
+def decay_rate(A_log: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
+    """`exp(A_log)`, limited so that its product with an activation of 0 is 0 (not NaN), and with `HUGE` is huge.
+
+    Below `exp(-60)` no activation can show what the rate is.
+    """
+    low, high = -60.0, 700.0 if A_log.dtype == jnp.float64 else 88.0
+    above = jnp.where(A_log > high, jnp.full_like(A_log, high), A_log)
+    return jnp.exp(jnp.where(A_log < low, jnp.full_like(A_log, low), above))
 
 
-def bounded_decay(
-    raw: Float[Array, "*batch heads groups"],
-    A_log: Float[Array, " heads"] | None,
-    dt_bias: Float[Array, "heads groups"],
-    bound: float,
-) -> Float[Array, "*batch heads groups"]:
-    """`log_decay = bound * sigmoid(exp(A_log) * (raw + dt_bias))`; without `A_log` the rate `exp(A_log)` is 1.
+def activate_decay(
+    raw: Float[Array, "..."],
+    A_log: Float[Array, "..."] | None,
+    dt_bias: Float[Array, "..."] | None,
+    bound: float | None,
+) -> Float[Array, "..."]:
+    """The log decay in nats per token, element by element; arrays of one rank that broadcast.
 
-    Never below `bound`. Its gradient is finite for every rate: where the sigmoid is saturated its slope is 0, and stays
-    0 times the largest rate.
+    `-exp(A_log) * softplus(raw + dt_bias)` without a bound, else `bound * sigmoid(exp(A_log) * (raw + dt_bias))`, which
+    is never below it. `None` is a rate `exp(A_log)` of 1, a bias of 0.
+
+    Raw values from `-inf` (no decay: exactly 0) to `inf` have finite gradients: where a gate is saturated its slope is
+    0, and stays 0 times the largest rate.
     """
     raw, A_log, dt_bias = raise_dtype(raw, A_log, dt_bias)
-    y = raw + _behind(dt_bias, raw.ndim)
-    if A_log is not None:
-        y = _behind(decay_rate(A_log)[:, None], raw.ndim) * y
-    return bound * jax.nn.sigmoid(y)
+    y = raw if dt_bias is None else raw + dt_bias
+    y = jnp.where(y > HUGE, jnp.full_like(y, HUGE), jnp.where(y < -HUGE, jnp.full_like(y, -HUGE), y))
+    rate = 1.0 if A_log is None else decay_rate(A_log)
+    return -rate * jax.nn.softplus(y) if bound is None else bound * jax.nn.sigmoid(rate * y)
+
+
+def decay_by_head(
+    raw: Float[Array, "*batch heads groups"],
+    A_log: Float[Array, " heads"] | None,
+    dt_bias: Float[Array, "heads groups"] | None,
+    bound: float | None = None,
+) -> Float[Array, "*batch heads groups"]:
+    """`activate_decay` with one rate per head and one bias per head and decay group."""
+    A_log = None if A_log is None else _behind(A_log[:, None], raw.ndim)
+    return activate_decay(raw, A_log, None if dt_bias is None else _behind(dt_bias, raw.ndim), bound)
 
 
 def sigmoid_gate(raw: Float[Array, "..."], maximum: float = 1.0) -> Float[Array, "..."]:

@@ -1,13 +1,17 @@
 """What every backend receives (`Problem`) and what a backend is (`AbstractBackend`)."""
 
 import abc
+import dataclasses
+import functools
 from typing import ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from ._activations import decay_by_head
 from ._packing import Packing
+from ._raw_gates import Prologue, past
 from ._types import accumulation_dtype, spread_heads
 
 
@@ -31,6 +35,9 @@ class Problem(eqx.Module):
     - `scale`: multiplies every output.
     - `group`: values of how many heads lie side by side in an owner's `width`.
     - `inverse`, `precision`, `erase_max`, `log_decay_min`: see `gated_delta` and `Gates`.
+    - `prologue`: `None`, but for a backend that `takes_raw`: then queries and keys have yet to be normalised, and
+        `log_decay`, `erase` and `write` to be activated, in any float dtype; at padding they are `-inf`, gates of 0.
+        `A_log` and `dt_bias` are parameters of the decay.
     """
 
     q: Float[Array, "batch time key_heads key_dim"]
@@ -49,6 +56,9 @@ class Problem(eqx.Module):
     precision: str | None = eqx.field(static=True)
     erase_max: float = eqx.field(static=True)
     log_decay_min: float | None = eqx.field(static=True)
+    A_log: Float[Array, " owners"] | None = None
+    dt_bias: Float[Array, "owners groups"] | None = None
+    prologue: Prologue | None = eqx.field(static=True, default=None)
 
     @property
     def operand(self) -> jnp.dtype:
@@ -63,6 +73,34 @@ class Problem(eqx.Module):
         batch, _, owners, width = self.v.shape
         return batch, self.slots, owners, self.k.shape[3], width
 
+    def activated(self) -> "Problem":
+        """The same problem behind its prologue. A gate that is NaN and a vector that is not finite become NaN."""
+        prologue = self.prologue
+        if prologue is None:
+            return self
+
+        def vector(x):
+            if not prologue.has_norm:
+                return x
+            return past(~jnp.all(jnp.isfinite(x), axis=-1, keepdims=True), prologue.vector, x)
+
+        by_head = functools.partial(decay_by_head, bound=prologue.bound)
+
+        def gate(activate, raw, *parameters):
+            return None if raw is None else past(jnp.isnan(raw), activate, raw, *parameters)
+
+        return dataclasses.replace(
+            self,
+            q=vector(self.q),
+            k=vector(self.k),
+            log_decay=gate(by_head, self.log_decay, self.A_log, self.dt_bias),
+            erase=gate(prologue.erase, self.erase),
+            write=gate(prologue.write, self.write),
+            A_log=None,
+            dt_bias=None,
+            prologue=None,
+        )
+
 
 Result = tuple[Float[Array, "batch time owners width"], Float[Array, "batch slots owners key_dim width"]]
 
@@ -72,9 +110,11 @@ class AbstractBackend(eqx.Module):
 
     - `contains`: whether the backend itself limits log decays (`limit_log_decay`) and keeps a token that is not finite
         to its own document and heads. Else it is given clean problems, and what is spoiled is marked afterwards.
+    - `takes_raw`: whether it takes problems with a `prologue`. Else they are activated for it. Goes with `contains`.
     """
 
     contains: ClassVar[bool] = False
+    takes_raw: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, problem: Problem) -> Result:

@@ -14,7 +14,8 @@ class ChunkLayout(NamedTuple):
     """Whole chunks of tokens, and the way back.
 
     - `chunks`: how many per row.
-    - `lay`: an array `[batch, time, ...]` to `[batch, chunks * size, ...]`, zeros where no token is. Zeros do nothing.
+    - `lay`: an array `[batch, time, ...]` to `[batch, chunks * size, ...]`, zeros where no token is, or what is given
+        after the array. Zeros do nothing.
     - `gather`: the way back.
     - `document`: number of each laid token's document where documents share chunks, else `None`.
     - `begin`, `slot`: per chunk, where every document has states of its own, else `None`: whether the chunk is its
@@ -51,7 +52,7 @@ def lay_out(problem: Problem, size: int) -> ChunkLayout:
 
     return ChunkLayout(
         count,
-        lay=lambda x: take(x, source, 0),
+        lay=lambda x, fill=0: take(x, source, fill),
         gather=lambda x: jax.vmap(lambda x, t: x[t])(x, target),
         document=None,
         begin=take(packing.start, first, False),
@@ -63,11 +64,14 @@ def _cut_rows(problem: Problem, size: int) -> ChunkLayout:
     time = problem.k.shape[1]
     count = -(-time // size)
 
-    def pad(x, mode="constant"):
-        return jnp.pad(x, ((0, 0), (0, count * size - time), *((0, 0),) * (x.ndim - 2)), mode=mode)
+    def pad(x, mode, **options):
+        return jnp.pad(x, ((0, 0), (0, count * size - time), *((0, 0),) * (x.ndim - 2)), mode, **options)
+
+    def lay(x, fill=0):
+        return pad(x, "constant", constant_values=fill)
 
     document = None if problem.packing is None else pad(problem.packing.document, "edge")
-    return ChunkLayout(count, pad, lambda x: x[:, :time], document, None, None)
+    return ChunkLayout(count, lay, lambda x: x[:, :time], document, None, None)
 
 
 def _aligned_positions(document: Int[Array, " time"], size: int, documents: int) -> Int[Array, " time"]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from ._activations import Activation, bounded_decay, inverse_softplus, sigmoid_gate, softplus_decay
+from ._activations import Activation, decay_by_head, inverse_softplus, sigmoid_gate
 from ._linear import Linear, LowRank, make_linear
 from ._types import accumulation_dtype
 from ._variant import Number
@@ -62,9 +62,12 @@ class SoftplusDecay(AbstractDecay):
     def log_decay_min(self) -> None:
         return None
 
+    def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
+        """What is activated, in the accumulation dtype."""
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[0])
+
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
-        raw = self.project(x, accumulation_dtype(x.dtype))
-        return softplus_decay(_split_heads(raw, self.dt_bias.shape[0]), self.A_log, self.dt_bias)
+        return decay_by_head(self.raw(x), self.A_log, self.dt_bias)
 
 
 class BoundedDecay(AbstractDecay):
@@ -103,9 +106,12 @@ class BoundedDecay(AbstractDecay):
     def log_decay_min(self) -> float:
         return self.bound
 
+    def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
+        """What is activated, in the accumulation dtype."""
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[0])
+
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
-        raw = self.project(x, accumulation_dtype(x.dtype))
-        return bounded_decay(_split_heads(raw, self.dt_bias.shape[0]), self.A_log, self.dt_bias, self.bound)
+        return decay_by_head(self.raw(x), self.A_log, self.dt_bias, self.bound)
 
 
 class SigmoidGate(eqx.Module):
@@ -122,9 +128,12 @@ class SigmoidGate(eqx.Module):
         self.heads = heads
         self.maximum = maximum
 
+    def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
+        """What is activated, in the accumulation dtype."""
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.heads)
+
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
-        raw = self.project(x, accumulation_dtype(x.dtype))
-        return sigmoid_gate(_split_heads(raw, self.heads), self.maximum)
+        return sigmoid_gate(self.raw(x), self.maximum)
 
 
 class OutputGate(eqx.Module):

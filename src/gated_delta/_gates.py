@@ -55,10 +55,10 @@ class Gates(eqx.Module):
                 "`Gates(is_tied=True)` needs `erase` (the beta that both erases and writes) and no `write`; "
                 "`Gates.tied(beta, log_decay)` builds it."
             )
-        _check_promises(erase_max, log_decay_min)
-        self.log_decay = _as_gate("log_decay", log_decay)
-        self.erase = _as_gate("erase", erase)
-        self.write = _as_gate("write", write)
+        check_promises("Gates", erase_max, "log_decay_min", log_decay_min)
+        self.log_decay = as_gate("log_decay", log_decay)
+        self.erase = as_gate("erase", erase)
+        self.write = as_gate("write", write)
         self.is_tied = is_tied
         self.erase_max = float(erase_max)
         self.log_decay_min = None if log_decay_min is None else float(log_decay_min)
@@ -72,7 +72,7 @@ class Gates(eqx.Module):
         return cls(log_decay, beta, erase_max=erase_max, log_decay_min=log_decay_min, is_tied=True)
 
 
-def _as_gate(name, value) -> Any:
+def as_gate(name, value) -> Any:
     """A float array; `None` and a `jax.ShapeDtypeStruct` (for `explain`) pass as they are."""
     if isinstance(value, jax.ShapeDtypeStruct):
         check_float_dtype(name, value.dtype)
@@ -80,21 +80,23 @@ def _as_gate(name, value) -> Any:
     return None if value is None else as_float_array(name, value)
 
 
-def _check_promises(erase_max, log_decay_min):
+def check_promises(owner: str, erase_max, bound_name: str, bound):
+    """The static numbers of `Gates` and `RawGates`."""
     try:
         erase_ok = 0 < float(erase_max) <= 2
-        decay_ok = log_decay_min is None or float(log_decay_min) < 0
+        bound_ok = bound is None or float(bound) < 0
     except TypeError as error:
         raise TypeError(
-            "`Gates` needs `erase_max` and `log_decay_min` to be Python numbers: they are static promises, not arrays."
+            f"`{owner}` needs `erase_max` and `{bound_name}` to be Python numbers: they are static promises, not "
+            "arrays."
         ) from error
     if not erase_ok:
         raise ValueError(
-            f"`Gates(erase_max={erase_max})` must lie in (0, 2]: beyond 2 one token can grow the state without bound."
+            f"`{owner}(erase_max={erase_max})` must lie in (0, 2]: beyond 2 one token can grow the state without bound."
         )
-    if not decay_ok:
+    if not bound_ok:
         raise ValueError(
-            f"`Gates(log_decay_min={log_decay_min})` must be negative: it is the smallest log decay in nats per token. "
+            f"`{owner}({bound_name}={bound})` must be negative: it is the smallest log decay in nats per token. "
             "Leave it `None` where there is no bound."
         )
 

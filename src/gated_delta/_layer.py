@@ -14,10 +14,11 @@ from ._conv import ShortConv
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
 from ._linear import Linear
-from ._op import _check_inverse, _check_precision, gated_delta
+from ._op import _check_inverse, _check_precision, gated_delta, gated_delta_raw
+from ._raw_gates import RawGates
 from ._recurrent import Recurrent
 from ._rows import Rows, make_rows
-from ._types import accumulation_dtype, as_float_array
+from ._types import accumulation_dtype, as_float_array, operand_dtype
 from ._variant import MixerConfig, no_type_check
 
 
@@ -231,12 +232,9 @@ class GatedDeltaMixer(eqx.Module):
         ]
         (q, k, v), windows = zip(*convolved, strict=True)
         q, k = (a.reshape(*x.shape[:-1], c.key_heads, c.key_dim) for a in (q, k))
-        if c.variant.qk_norm == "l2":
-            q, k = l2_normalize(q), l2_normalize(k)
         v = jnp.where(fine[..., None, None], v.reshape(*x.shape[:-1], c.value_heads, c.value_dim), jnp.nan)
         recurrent = None if state is None else state.recurrent
-        arrays = q.astype(dtype), k.astype(dtype), v.astype(dtype), self._gates(x), recurrent
-        out, recurrent = self._operator(*arrays, documents, backend)
+        out, recurrent = self._operator(x, q, k, v.astype(dtype), recurrent, documents, backend)
         fine = jnp.all(jnp.isfinite(out), axis=(-2, -1))
         out = jnp.where(fine[..., None, None], out, jnp.zeros_like(out))
         if self.out_gate is None:
@@ -249,26 +247,43 @@ class GatedDeltaMixer(eqx.Module):
             out = rows.scatter(out)
         return out, MixerState(windows[0], windows[1], windows[2], recurrent)
 
-    def _operator(self, q, k, v, gates, state, documents, backend):
-        """`gated_delta` with what this layer chose, and the state in the dtype it came in."""
+    def _operator(self, x, q, k, v, state, documents, backend):
+        """`gated_delta`, or `gated_delta_raw` where `backend` gains by it, with what this layer chose; and the state in
+        the dtype it came in."""
+        is_raw, norm = self._is_raw(backend), self.config.variant.qk_norm
+        if is_raw:
+            q, k = (a.astype(operand_dtype(x.dtype)) for a in (q, k))  # float16 may not hold them before their norm
+        else:
+            q, k = ((l2_normalize(a) if norm == "l2" else a).astype(x.dtype) for a in (q, k))
+        gates: Any = None if is_raw else self._gates(x)
         single = q.ndim == 3
         if single:
-            q, k, v, gates, state = jax.tree.map(lambda a: a[None], (q, k, v, gates, state))
-        out, final = gated_delta(
-            q,
-            k,
-            v,
-            gates,
+            x, q, k, v, gates, state = jax.tree.map(lambda a: a[None], (x, q, k, v, gates, state))
+        options: dict[str, Any] = dict(
             initial_state=state,
             segment_ids=None if documents is None else documents.segment_ids,
             cu_seqlens=None if documents is None else documents.offsets,
             scale=self.config.variant.scale,
-            inverse=self._inverse(q.dtype),
+            inverse=self._inverse(v.dtype),
             precision=self.config.precision,
             backend=backend,
         )
+        if is_raw:
+            out, final = gated_delta_raw(q, k, v, self._raw_gates(x), qk_norm=norm, **options)
+        else:
+            out, final = gated_delta(q, k, v, gates, **options)
         final = final if state is None else final.astype(state.dtype)
         return (out[0], final[0]) if single else (out, final)
+
+    def _is_raw(self, backend) -> bool:
+        """Whether `backend` activates gates itself, and knows what this layer's parts do."""
+        return (
+            isinstance(backend, AbstractBackend)
+            and backend.takes_raw
+            and type(self.decay) in (SoftplusDecay, BoundedDecay, type(None))
+            and all(type(gate) in (SigmoidGate, type(None)) for gate in (self.erase, self.write))
+            and (self.write is None or self.write.maximum == 1)
+        )
 
     def _convolve(self, conv, x, window, documents):
         """Convolution and activation, if any, in the accumulation dtype; and the new window."""
@@ -287,6 +302,19 @@ class GatedDeltaMixer(eqx.Module):
             is_tied=variant.tied,
             erase_max=1.0 if self.erase is None else self.erase.maximum,
             log_decay_min=None if self.decay is None else self.decay.log_decay_min,
+        )
+
+    def _raw_gates(self, x) -> RawGates:
+        decay: Any = self.decay
+        return RawGates(
+            None if decay is None else decay.raw(x),
+            None if self.erase is None else self.erase.raw(x),
+            None if self.write is None else self.write.raw(x),
+            A_log=None if decay is None else decay.A_log,
+            dt_bias=None if decay is None else decay.dt_bias,
+            bound=None if decay is None else decay.log_decay_min,
+            erase_max=1.0 if self.erase is None else self.erase.maximum,
+            is_tied=self.config.variant.tied,
         )
 
     def _inverse(self, dtype) -> str:
@@ -355,9 +383,7 @@ def _check_operator_options(c: MixerConfig):
     """`inverse` and `precision` as the operator checks them, when the layer is made rather than when it runs."""
     _check_precision(c.precision)
     if c.inverse != "auto":
-        decay = None if c.variant.decay == "none" else jnp.zeros((1, 1, 1, 1))
-        gates = Gates(decay, erase_max=c.variant.erase_max, log_decay_min=c.variant.log_decay_min)
-        _check_inverse(c.inverse, gates, np.dtype("float32"))
+        _check_inverse(c.inverse, c.variant.erase_max, c.variant.log_decay_min, np.dtype("float32"))
 
 
 def _add_axis(name, x):

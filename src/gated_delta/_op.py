@@ -16,6 +16,7 @@ from ._explicit import is_sharded_explicitly, with_automatic_axes
 from ._finite import contained
 from ._gates import Gates
 from ._packing import check_packing
+from ._raw_gates import Prologue, RawGates
 from ._recurrent import Recurrent
 from ._types import (
     Scalar,
@@ -26,7 +27,9 @@ from ._types import (
     operand_dtype,
     spread_heads,
 )
+from ._variant import QKNorm
 
+_NORMS = ("l2", "none")
 _PRECISIONS = ("default", "high", "highest")
 
 
@@ -105,16 +108,66 @@ def gated_delta(
         arXiv:2605.22791.
     """
 
+    arrays = (q, k, v, _check_gates_type(gates), initial_state, segment_ids, cu_seqlens)
+    return _run(arrays, num_segments, (scale, inverse, precision, checked), None, backend)
+
+
+@no_type_check
+def gated_delta_raw(
+    q: Any,
+    k: Any,
+    v: Any,
+    gates: RawGates,
+    *,
+    qk_norm: QKNorm = "l2",
+    initial_state: Any = None,
+    segment_ids: Any = None,
+    cu_seqlens: Any = None,
+    num_segments: int | None = None,
+    scale: Scalar | None = None,
+    inverse: str = "exact",
+    precision: str | lax.Precision | None = None,
+    backend: AbstractBackend | None = None,
+    checked: bool = False,
+) -> tuple[Float[Array, "batch time value_heads value_dim"], Float[Array, "*states value_heads key_dim value_dim"]]:
+    """`gated_delta` from what a layer projects: queries and keys are normalised and gates activated here.
+
+    A backend that can (`PallasTPU`) does so inside its kernels, where it reads the arrays anyway; for any other it is
+    done before. The same functions are used, so the results are those of `gated_delta` with `gates.activated()`, to
+    rounding.
+
+    **Arguments:** as for `gated_delta`, but for
+
+    - `gates`: raw values and the parameters of the decay; see `RawGates`.
+    - `qk_norm`: `"l2"`: queries and keys get unit length per head, `x / sqrt(sum(x ** 2) + 1e-6)`; one whose squared
+        norm overflows becomes 0. `"none"`: they are left alone.
+
+    **Returns:** what `gated_delta` does.
+
+    Infinite raw values are no error: they are the ends of a gate's range, with a slope of 0. Padding may hold anything.
+
+    **Raises:** as `gated_delta`.
+    """
+    if not isinstance(gates, RawGates):
+        raise TypeError(
+            f"`gates` must be a `gated_delta.RawGates`, but a {type(gates).__name__} came. For final gates use "
+            "`gated_delta`."
+        )
+    if qk_norm not in _NORMS:
+        raise ValueError(f"`qk_norm={qk_norm!r}` must be one of {_NORMS}.")
+    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens)
+    return _run(arrays, num_segments, (scale, inverse, precision, checked), qk_norm, backend)
+
+
+def _run(arrays, num_segments, options, qk_norm, backend):
     def run(arrays):
         q, k, v, gates, initial_state, segment_ids, cu_seqlens = arrays
-        call = _prepare(
-            q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
-        )
+        call = _prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, options, qk_norm)
         if call.problem is None:
             return call.nothing()
         return _execute(choose(call.problem, backend), call)
 
-    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens)
+    v, cu_seqlens = arrays[2], arrays[-1]
     if is_sharded_explicitly(arrays):
         return with_automatic_axes(run, arrays, v, _leading_axes(cu_seqlens, num_segments))
     return run(arrays)
@@ -123,8 +176,10 @@ def gated_delta(
 @eqx.filter_jit
 def _execute(backend: AbstractBackend, call: "_Call"):
     """Under `jit` by itself, because a call outside `jit` would else compile its loop over chunks anew every time."""
-    assert call.problem is not None
-    return call.finish(backend(call.problem) if backend.contains else contained(backend, call.problem))
+    problem = call.problem
+    assert problem is not None
+    problem = problem if backend.takes_raw else problem.activated()
+    return call.finish(backend(problem) if backend.contains else contained(backend, problem))
 
 
 @no_type_check
@@ -185,13 +240,11 @@ def explain(
 
     **Raises:** what `gated_delta` would raise for the shapes, dtypes and options given.
     """
-    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens, scale)
+    arrays = (q, k, v, _check_gates_type(gates), initial_state, segment_ids, cu_seqlens, scale)
 
     def prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, scale):
-        call = _prepare(
-            q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
-        )
-        return call.problem
+        options = scale, inverse, precision, checked
+        return _prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, options, None).problem
 
     problem = eqx.filter_eval_shape(prepare, *arrays)
     if problem is None:
@@ -233,17 +286,21 @@ class _Call(eqx.Module):
 
 
 def _prepare(
-    q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, scale, inverse, precision, checked
+    q, k, v, gates: Gates | RawGates, initial_state, segment_ids, cu_seqlens, num_segments, options, qk_norm
 ) -> _Call:
+    """`qk_norm` and the activations of the gates become the problem's prologue where `gates` are raw."""
+    scale, inverse, precision, checked = options
+    is_raw = isinstance(gates, RawGates)
     q, k, v = (as_float_array(name, value) for name, value in (("q", q), ("k", k), ("v", v)))
     _check_shapes(q, k, v)
-    gates = _check_gates_type(gates)
     batch, time, key_heads, key_dim = k.shape
     value_heads, value_dim = v.shape[2:]
     operand = operand_dtype(q.dtype, k.dtype, v.dtype)
     dtype = accumulation_dtype(operand)
     log_decay, erase, write, owners = _check_gates(gates, k.shape, v.shape)
-    _check_inverse(inverse, gates, operand)
+    log_decay_min = gates.bound if is_raw else gates.log_decay_min
+    A_log, dt_bias = _check_parameters(gates, log_decay, dtype) if is_raw else (None, None)
+    _check_inverse(inverse, gates.erase_max, None if log_decay is None else log_decay_min, operand)
     precision = _check_precision(precision)
     scale = _check_scale(scale, key_dim)
     packing, real, states = check_packing(segment_ids, cu_seqlens, num_segments, batch, time, checked)
@@ -257,8 +314,10 @@ def _prepare(
                 f"its shape is {initial_state.shape}."
             )
         initial_state = initial_state.astype(dtype)
-    log_decay, erase, write = (None if x is None else _keep(x, real) for x in (log_decay, erase, write))
-    log_decay, erase = _check_values(gates, log_decay, erase, checked)
+    nothing = -jnp.inf if is_raw else 0.0
+    log_decay, erase, write = (None if x is None else _keep(x, real, nothing) for x in (log_decay, erase, write))
+    if not is_raw:
+        log_decay, erase = _check_values(gates, log_decay, erase, checked)
 
     group = value_heads // owners
     call: dict[str, Any] = dict(
@@ -267,7 +326,8 @@ def _prepare(
     if time == 0 or batch == 0 or slots == 0:
         return _Call(None, initial_state=initial_state, **call)
 
-    log_decay = None if log_decay is None else log_decay.astype(dtype)
+    if log_decay is not None:
+        log_decay = log_decay.astype(_at_least(log_decay.dtype, operand) if is_raw else dtype)
     erase, write = (None if x is None else x.astype(_at_least(x.dtype, operand)) for x in (erase, write))
     arrays: dict[str, Any] = {name: _keep(x, real) for name, x in (("q", q), ("k", k), ("v", v))}
     arrays |= {"log_decay": log_decay, "erase": erase, "write": write}
@@ -292,7 +352,10 @@ def _prepare(
         inverse=inverse,
         precision=precision,
         erase_max=gates.erase_max,
-        log_decay_min=gates.log_decay_min,
+        log_decay_min=log_decay_min,
+        A_log=A_log,
+        dt_bias=dt_bias,
+        prologue=Prologue(qk_norm == "l2", log_decay_min, gates.erase_max) if is_raw else None,
     )
     return _Call(problem, initial_state=None, **call)
 
@@ -305,9 +368,9 @@ def _at_least(dtype, operand):
     return jnp.dtype(jnp.bfloat16) if dtype == jnp.bfloat16 else jnp.dtype(jnp.float32)
 
 
-def _keep(x, real):
-    """Padding holds zeros, whatever stood there: no error and no gradient comes from it."""
-    return x if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, 0)
+def _keep(x, real, nothing: float = 0.0):
+    """Padding holds `nothing`, whatever stood there: no error and no gradient comes from it."""
+    return x if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, nothing)
 
 
 def _group_write(write, key_heads, owners, group, value_dim):
@@ -359,8 +422,10 @@ def _check_gates_type(gates) -> Gates:
     return gates
 
 
-def _check_gates(gates: Gates, k_shape, v_shape):
-    """Gates with a last axis, and the number of heads that own a state."""
+def _check_gates(gates: Gates | RawGates, k_shape, v_shape):
+    """Decay, erase and write with a last axis, and the number of heads that own a state."""
+    raw = "raw_" if isinstance(gates, RawGates) else ""
+    names = {"log_decay": "raw_decay" if raw else "log_decay", "erase": f"{raw}erase", "write": f"{raw}write"}
     batch, time, key_heads, key_dim = k_shape
     value_heads, value_dim = v_shape[2:]
     heads = (key_heads, value_heads)
@@ -370,31 +435,33 @@ def _check_gates(gates: Gates, k_shape, v_shape):
         ("erase", (1, key_dim), f"1 or key_dim = {key_dim}"),
         ("write", (1, value_dim), f"1 or value_dim = {value_dim}"),
     ):
-        gate = getattr(gates, name)
-        if gate is None:
+        came = getattr(gates, names[name])
+        if came is None:
             out[name] = None
             continue
-        gate = as_float_array(name, gate)
+        gate = as_float_array(names[name], came)
         gate = gate[..., None] if gate.ndim == 3 else gate
         head_words = f"{key_heads}" if key_heads == value_heads else f"{key_heads} (key) or {value_heads} (value)"
         if gate.ndim != 4 or gate.shape[:2] != (batch, time) or gate.shape[2] not in heads:
             raise ValueError(
-                f"`gates.{name}` must be [batch, time, heads] or [batch, time, heads, dim] with batch {batch}, time "
-                f"{time} and {head_words} heads, but its shape is {gates_shape(gates, name)}."
+                f"`gates.{names[name]}` must be [batch, time, heads] or [batch, time, heads, dim] with batch {batch}, "
+                f"time {time} and {head_words} heads, but its shape is {tuple(came.shape)}."
             )
         dim = gate.shape[3]
         if (dim not in dims) if dims else (dim < 1 or key_dim % dim):
-            raise ValueError(f"The last axis of `gates.{name}` must be {dim_words}, but its shape is {gate.shape}.")
+            raise ValueError(
+                f"The last axis of `gates.{names[name]}` must be {dim_words}, but its shape is {gate.shape}."
+            )
         out[name] = gate
     if gates.is_tied and out["erase"].shape[-1] != 1:
         raise ValueError(
-            f"A tied beta must be one number per head and token, but its shape is {out['erase'].shape}. Give `erase` "
-            "and `write` separately for gates per channel."
+            f"A tied beta must be one number per head and token, but its shape is {out['erase'].shape}. Give "
+            f"`{names['erase']}` and `{names['write']}` separately for gates per channel."
         )
     owning = {name: out[name].shape[2] for name in ("log_decay", "erase") if out[name] is not None}
     if len(set(owning.values())) > 1:
         raise ValueError(
-            "`gates.log_decay` and `gates.erase` must have one owner, but their head counts are "
+            f"`gates.{names['log_decay']}` and `gates.{names['erase']}` must have one owner, but their head counts are "
             f"{owning['log_decay']} and {owning['erase']}. Repeat the one of the key heads to all {value_heads} value "
             "heads, or give both per key head."
         )
@@ -402,11 +469,33 @@ def _check_gates(gates: Gates, k_shape, v_shape):
     return out["log_decay"], out["erase"], out["write"], owners
 
 
-def gates_shape(gates: Gates, name: str) -> tuple[int, ...]:
-    return tuple(getattr(gates, name).shape)
+def _check_parameters(gates: RawGates, raw_decay, dtype):
+    """`A_log` `[owners]` and `dt_bias` `[owners, groups]` in `dtype`, or `None`."""
+    A_log, dt_bias = (
+        None if x is None else as_float_array(name, x).astype(dtype)
+        for name, x in (("A_log", gates.A_log), ("dt_bias", gates.dt_bias))
+    )
+    if raw_decay is None:
+        return None, None
+    owners, groups = raw_decay.shape[2:]
+    if A_log is not None and A_log.shape != (owners,):
+        raise ValueError(
+            f"`gates.A_log` must be one number for each of the {owners} heads of `gates.raw_decay`, [{owners}], but "
+            f"its shape is {A_log.shape}."
+        )
+    if dt_bias is None:
+        return A_log, None
+    wide = dt_bias[:, None] if dt_bias.ndim == 1 else dt_bias
+    if wide.shape != (owners, groups):
+        raise ValueError(
+            f"`gates.dt_bias` must be [{owners}, {groups}], heads and groups as in `gates.raw_decay`, but its shape is "
+            f"{dt_bias.shape}."
+        )
+    return A_log, wide
 
 
-def _check_inverse(inverse, gates: Gates, operand):
+def _check_inverse(inverse, erase_max: float, log_decay_min: float | None, operand):
+    """`log_decay_min`: `None` where there is no bound, or no decay."""
     if not isinstance(inverse, str):
         raise TypeError(f"`inverse` must be a string, but a {type(inverse).__name__} came.")
     name, _, terms = inverse.partition(":")
@@ -418,14 +507,14 @@ def _check_inverse(inverse, gates: Gates, operand):
             f"`inverse={inverse!r}` is not known: use 'exact', 'approx', 'substitution' or 'truncated:m' with a number "
             "of terms m."
         )
-    if name == "approx" and gates.erase_max > 1:
+    if name == "approx" and erase_max > 1:
         raise ValueError(
-            f"`inverse='approx'` needs gates with `erase_max` of at most 1, but it is {gates.erase_max}: with a "
+            f"`inverse='approx'` needs gates with `erase_max` of at most 1, but it is {erase_max}: with a "
             "doubled beta its error reaches 0.7. Use `inverse='exact'`."
         )
     if name == "approx" and operand == jnp.float64:
         raise ValueError("`inverse='approx'` rounds to bfloat16: not for float64 inputs. Use `inverse='exact'`.")
-    if name == "truncated" and (gates.log_decay is None or gates.log_decay_min is None):
+    if name == "truncated" and log_decay_min is None:
         raise ValueError(
             f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared "
             "bound, `log_decay_min`. Use `inverse='exact'`."

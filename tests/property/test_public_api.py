@@ -20,9 +20,11 @@ OPERATOR = {
     "Explanation",
     "Gates",
     "Problem",
+    "RawGates",
     "Recurrent",
     "explain",
     "gated_delta",
+    "gated_delta_raw",
     "gated_delta_step",
 }
 TOOLKIT = {
@@ -43,6 +45,7 @@ LEVELS = {
     0: ["_types"],
     1: [
         "_gates",
+        "_raw_gates",
         "_heads",
         "_tile",
         "_activations",
@@ -155,6 +158,9 @@ def test_the_operators_signature_is_the_documented_one():
         "checked": False,
     }
     assert inspect.signature(gated_delta.explain).parameters.keys() == parameters.keys()
+    raw = inspect.signature(gated_delta.gated_delta_raw).parameters
+    assert raw["qk_norm"].default == "l2" and [*raw] == ["q", "k", "v", "gates", "qk_norm", *list(parameters)[4:]]
+    assert all(raw[name].default == parameters[name].default for name in parameters)
     hints = inspect.get_annotations(gated_delta.gated_delta)
     assert hints.keys() == {*parameters, "return"} and not any(isinstance(hint, str) for hint in hints.values())
 
@@ -177,7 +183,10 @@ def test_importing_initialises_no_device_and_needs_no_test_package():
 import sys, gated_delta
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
-print(sorted({"hypothesis", "beartype", "pytest", "optax", "rich", "matplotlib"} & set(sys.modules)))
+assert "gated_delta.checkpoints" not in sys.modules
+import gated_delta.checkpoints
+others = {"hypothesis", "beartype", "pytest", "optax", "rich", "matplotlib", "safetensors"}
+print(sorted(others & set(sys.modules)))
 """
     assert run(program) == "[]"
 

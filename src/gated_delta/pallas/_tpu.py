@@ -227,13 +227,13 @@ def _laid_dims(problem: Problem) -> tuple[int, int, int]:
 def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int) -> tuple[Operands, Operands]:
     """Inputs as vectors or columns of whole chunks, and the form of each."""
     key_dim, width = problem.k.shape[3], problem.v.shape[3]
-    fill = 0 if problem.prologue is None else -jnp.inf  # gates of 0
-    decay = problem.log_decay, problem.A_log, problem.dt_bias
+    fill = 0.0 if problem.prologue is None else -jnp.inf  # gates of 0
+    decay: Any = problem.log_decay, problem.A_log, problem.dt_bias
     if key_dim % LANES and decay[0] is not None and 1 < (groups := decay[0].shape[3]) < key_dim:
         # Tiles would not lie in whole lanes.
         decay = tuple(None if x is None else jnp.repeat(_wide(x, groups), key_dim // groups, axis=-1) for x in decay)
 
-    def vector(x, block_heads, parts=1, fill=0):
+    def vector(x, block_heads, parts=1, fill=0.0):
         batch, time, heads, dim = x.shape
         x = layout.lay(x.reshape(batch, time, heads * parts, dim // parts), fill)
         form = vector_form(x, heads, dim // parts, block_heads)
@@ -246,12 +246,12 @@ def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int
             return vector(x, sizes.owners, parts, fill)
         return lay_columns(layout.lay(x, fill), sizes.owners), Form(0, x.shape[3], True)
 
-    raw_decay = gate(decay[0], key_dim)  # raw or not
+    laid_decay, decay_form = gate(decay[0], key_dim)
 
     def fixed(x):
-        if x is None:
+        if x is None or decay_form is None:
             return None, None
-        form = raw_decay[1]._replace(blocks=True, is_fixed=True)
+        form = decay_form._replace(blocks=True, is_fixed=True)
         return lay_fixed(_wide(x, decay[0].shape[3]), form, sizes.owners, problem.k.shape[0]), form
 
     write = None if problem.tied else problem.write
@@ -259,7 +259,7 @@ def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int
         vector(q, sizes.key_heads),
         vector(problem.k, sizes.key_heads),
         vector(problem.v, sizes.owners, parts),
-        raw_decay,
+        (laid_decay, decay_form),
         gate(problem.erase, key_dim),
         gate(write, width, parts),
         fixed(decay[1]),
