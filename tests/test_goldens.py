@@ -1,7 +1,9 @@
-"""Our operator and layers against other people's code: see goldens/README.md for where the files come from."""
+"""Our operator, layers and models against other people's code: goldens/README.md says where the files come from."""
 
 import functools
+import importlib.util
 import json
+import sys
 from pathlib import Path
 
 import equinox as eqx
@@ -10,9 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors import safe_open
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save, save_file
 
-from gated_delta import GDN, GDN2, KDA, Chunked, Gates, Recurrent, gated_delta
+from gated_delta import Chunked, Gates, Recurrent, cast_params, gated_delta
+from gated_delta.checkpoints import export_mixer, load_mixer
 
 GOLDENS = Path(__file__).parent / "goldens"
 CORE = {
@@ -122,159 +125,151 @@ def test_operator_equals_the_naive_recurrence(kind, name, backend, dtype):
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
-
-def split(array, *sizes):
-    return np.split(array, np.cumsum(sizes)[:-1])
-
-
-def qwen3_5(file):
-    """transformers' names to the paths of our parameters."""
-    q, k, v = split(file["in_proj_qkv.weight"], 16, 16, 64)
-    convs = split(file["conv1d.weight"][:, 0], 16, 16, 64)
-    return {
-        ".q_proj.weight": q,
-        ".k_proj.weight": k,
-        ".v_proj.weight": v,
-        **{f".{name}_conv.weight": conv.T for name, conv in zip("qkv", convs)},
-        ".decay.project.weight": file["in_proj_a.weight"],
-        ".decay.A_log": file["A_log"],
-        ".decay.dt_bias": file["dt_bias"][:, None],
-        ".erase.project.weight": file["in_proj_b.weight"],
-        ".out_gate.project.weight": file["in_proj_z.weight"],
-        ".out_norm.weight": file["norm.weight"],
-        ".o_proj.weight": file["out_proj.weight"],
-    }
-
-
-def kimi_linear(file):
-    file = {name.removeprefix("forget_gate."): array for name, array in file.items()}
-    if "conv1d.weight" in file:
-        convs = split(file["conv1d.weight"], 32, 32, 32)
-    else:
-        convs = [file[f"{name}_conv1d.weight"] for name in "qkv"]
-    return {
-        **{f".{name}_proj.weight": file[f"{name}_proj.weight"] for name in "qkvo"},
-        **{f".{name}_conv.weight": conv[:, 0].T for name, conv in zip("qkv", convs)},
-        ".decay.project.down.weight": file["f_a_proj.weight"],
-        ".decay.project.up.weight": file["f_b_proj.weight"],
-        ".decay.A_log": file["A_log"].reshape(2),
-        ".decay.dt_bias": file["dt_bias"].reshape(2, 16),
-        ".erase.project.weight": file["b_proj.weight"],
-        ".out_gate.project.down.weight": file["g_a_proj.weight"],
-        ".out_gate.project.up.weight": file["g_b_proj.weight"],
-        ".out_norm.weight": file["o_norm.weight"],
-    }
-
-
-def fla_gdn2(file):
-    return {
-        **{f".{name}_proj.weight": file[f"{name}_proj.weight"] for name in "qkvo"},
-        **{f".{name}_conv.weight": file[f"{name}_conv1d.weight"][:, 0].T for name in "qkv"},
-        ".decay.project.down.weight": file["f_proj.0.weight"],
-        ".decay.project.up.weight": file["f_proj.1.weight"],
-        ".decay.A_log": file["A_log"],
-        ".decay.dt_bias": file["dt_bias"].reshape(2, 16),
-        ".erase.project.weight": file["b_proj.weight"],
-        ".write.project.weight": file["w_proj.weight"],
-        ".out_gate.project.down.weight": file["g_proj.0.weight"],
-        ".out_gate.project.up.weight": file["g_proj.1.weight"],
-        ".out_gate.project.up.bias": file["g_proj.1.bias"],
-        ".out_norm.weight": file["o_norm.weight"],
-    }
-
-
-LAYERS = {
-    "hf_qwen3_5": (
-        functools.partial(
-            GDN, 32, key_heads=2, value_heads=4, key_dim=8, value_dim=16, norm_eps=1e-6, norm_numerics="qwen"
-        ),
-        qwen3_5,
-        "model.layers.0.linear_attn.",
-    ),
-    "hf_kimi_linear": (
-        functools.partial(KDA, 32, key_heads=2, key_dim=16, output_gate_bias=False),
-        kimi_linear,
-        "model.layers.0.self_attn.",
-    ),
-    "fla_gdn2": (functools.partial(GDN2, 32, key_heads=2, key_dim=16, output_gate="sigmoid"), fla_gdn2, "param/"),
+MODEL_TYPES = {  # of layers that lie alone, by the class in the file's metadata
+    "GatedDeltaNet": "gated_deltanet",
+    "GatedDeltaNet2": "gdn2",
+    "Glm5NextTextLinearAttention": "glm5_next_text",
+    "KimiDeltaAttention": "kda",
+    "Qwen4ExpTextGatedDeltaNet": "qwen4_exp_text",
 }
+LAYERS = sorted(
+    [path.parent.name for path in GOLDENS.glob("*/layer0.safetensors")] + [path.stem for path in GOLDENS.glob("fla_*")]
+)
+EVERY_RUN = ("fla_gdn2", "hf_kimi_linear", "hf_qwen3_5", "hf_qwen3_5_hybrid", "hf_qwen3_next")  # the others are slow
+
+
+def test_every_layer_file_is_tested():
+    assert len(LAYERS) == 14
+
+
+def load_layer(name):
+    """Our layer with the parameters of a golden file, by the public loader."""
+    if (GOLDENS / name / "config.json").exists():
+        return load_mixer(GOLDENS / name, layer=0)
+    path = layer_file(name)
+    with safe_open(path, "np") as opened:
+        metadata = opened.metadata()
+    parameters = {key[6:]: array for key, array in load_file(path).items() if key.startswith("param/")}
+    config = {**json.loads(metadata["config"]), "model_type": MODEL_TYPES[metadata["layer_class"]]}
+    output_gate = "sigmoid" if config["model_type"] == "gdn2" else None
+    return load_mixer(parameters, config=config, output_gate=output_gate)
+
+
+def layer_file(name):
+    path = GOLDENS / f"{name}.safetensors"
+    return path if path.exists() else GOLDENS / name / "layer0.safetensors"
+
+
+@pytest.mark.inference
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_golden_layer_comes_back_byte_for_byte(name):
+    folder, mixer = GOLDENS / name, load_layer(name)
+    if (folder / "config.json").exists():
+        like, layer = folder, 0
+        stored = load_file(folder / "model.safetensors")
+        expected = {key: array for key, array in stored.items() if ".0.linear_attn." in key or ".0.self_attn." in key}
+    else:
+        like, layer = {key[6:]: a for key, a in load_file(layer_file(name)).items() if key.startswith("param/")}, None
+        expected = like
+    exported = export_mixer(mixer, like=like, layer=layer)
+    assert save(exported) == save(expected)
+
+
+@fast_jit
+def call(mixer, x, state, mask):
+    return mixer(x, state, mask=mask)
+
+
+@fast_jit
+def step(mixer, x, state):
+    return mixer.step(x, state)
+
+
+@fast_jit
+def gradients(mixer, x, cotangent):
+    def loss(arguments):
+        out, _ = arguments[0](arguments[1])
+        return jnp.sum(out * cotangent), out
+
+    return eqx.filter_value_and_grad(loss, has_aux=True)((mixer, x))
 
 
 class Golden:
-    """A layer file: its arrays, our layer with its parameters, and our layer's functions compiled once."""
+    """A layer file: its arrays, and our layer with its parameters."""
 
     def __init__(self, name, dtype):
-        make, self.rename, prefix = LAYERS[name]
-        path = GOLDENS / f"{name}.safetensors"
-        path = path if path.exists() else GOLDENS / name / "layer0.safetensors"
-        self.file = load_file(path)
-        with safe_open(path, "np") as opened:
-            self.numbers = {key: int(value) for key, value in opened.metadata().items() if key.startswith("n_")}
-        source = load_file(path.with_name("model.safetensors")) if prefix.startswith("model") else self.file
-        weights = {key.removeprefix(prefix): value for key, value in source.items() if key.startswith(prefix)}
-        self.mixer = put(eqx.filter_eval_shape(make, key=jax.random.key(0)), self.rename(weights), dtype)
+        self.file = load_file(layer_file(name))
+        with safe_open(layer_file(name), "np") as opened:
+            self.metadata = opened.metadata()
+        mixer = load_layer(name)
+        self.mixer = mixer if dtype == "float32" else cast_params(mixer, dtype)
         self.x = self.file["in/hidden"].astype(dtype)
-        self.call = fast_jit(lambda mixer, x, state, mask: mixer(x, state, mask=mask))
-        self.step = fast_jit(lambda mixer, x, state: mixer.step(x, state))
 
     def part(self, first, last, state):
         """Tokens `first` to `last` in one call, right-padded to the full length: so every call is the same program."""
         tokens = np.zeros_like(self.x)
         tokens[:, : last - first] = self.x[:, first:last]
         mask = np.broadcast_to(np.arange(self.x.shape[1]) < last - first, self.x.shape[:2])
-        out, state = self.call(self.mixer, tokens, state, mask)
+        out, state = call(self.mixer, tokens, state, mask)
         return np.asarray(out)[:, : last - first], state
 
 
-def put(mixer, arrays, dtype):
-    """Our layer with the given parameters, every one of them."""
-    paths = {jax.tree_util.keystr(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(mixer)}
-    assert paths == {path: array.shape for path, array in arrays.items()}
-    return jax.tree_util.tree_map_with_path(lambda path, _: arrays[jax.tree_util.keystr(path)].astype(dtype), mixer)
-
-
-@pytest.fixture(scope="module", params=[(name, dtype) for dtype in ("float64", "float32") for name in LAYERS], ids=str)
+@pytest.fixture(scope="module")
 def golden(request):
     name, dtype = request.param
     with jax.enable_x64(dtype == "float64"):
         yield Golden(name, dtype)
 
 
+def goldens(*, every_run):
+    """Every layer in both dtypes. Those not in `every_run` are slow."""
+    cases = [(name, dtype) for dtype in ("float64", "float32") for name in LAYERS]
+    marks = {False: [pytest.mark.slow], True: []}
+    return pytest.mark.parametrize(
+        "golden",
+        [pytest.param(case, marks=marks[case in every_run], id="-".join(case)) for case in cases],
+        indirect=True,
+    )
+
+
+BOTH_DTYPES = [(name, dtype) for name in EVERY_RUN for dtype in ("float32", "float64")]
+
+
 def layer_tolerance(golden, kind="layer"):
     return TOLERANCES[golden.x.dtype.name][kind]
 
 
+@pytest.mark.inference
+@goldens(every_run=BOTH_DTYPES)
 def test_layer_and_its_gradients(golden):
+    """Gradients go out as the parameters came in: under the names, in the shapes and in the dtype of the file's."""
     cotangent = golden.file["in/cotangent"].astype(golden.x.dtype)
-
-    @fast_jit
-    def run(mixer, x):
-        def loss(arguments):
-            out, _ = arguments[0](arguments[1])
-            return jnp.sum(out * cotangent), out
-
-        return eqx.filter_value_and_grad(loss, has_aux=True)((mixer, x))
-
-    (_, out), (d_mixer, d_x) = run(golden.mixer, golden.x)
+    (_, out), (d_mixer, d_x) = gradients(golden.mixer, golden.x, cotangent)
     assert_golden(out, golden.file["out/hidden"], layer_tolerance(golden), "hidden")
     assert_golden(d_x, golden.file["grad/hidden"], layer_tolerance(golden, "gradient"), "gradient of hidden")
-    expected = golden.rename({name[5:]: array for name, array in golden.file.items() if name.startswith("grad/")})
-    actual = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(d_mixer)}
+    expected = {name[5:]: array for name, array in golden.file.items() if name.startswith("grad/")}
+    del expected["hidden"]
+    actual = export_mixer(d_mixer, like=expected)
     assert actual.keys() == expected.keys()
-    for path in actual:
-        assert_golden(actual[path], expected[path], layer_tolerance(golden, "gradient"), f"gradient of {path}")
+    for name in actual:
+        assert_golden(actual[name], expected[name], layer_tolerance(golden, "gradient"), f"gradient of {name}")
 
 
+@pytest.mark.inference
+@goldens(every_run=[*BOTH_DTYPES, *((name, "float32") for name in LAYERS)])
 def test_layer_in_parts(golden):
     """Prefill, single tokens, and what is left in one more call, each continuing the state of the one before."""
     file, time = golden.file, golden.x.shape[1]
-    prefill = golden.numbers["n_prefill"]
-    decode = golden.numbers.get("n_decode", time - prefill)
+    prefill = int(golden.metadata["n_prefill"])
+    decode = int(golden.metadata.get("n_decode", time - prefill))
     out, state = golden.part(0, prefill, golden.mixer.init_state(2))
     tolerance = layer_tolerance(golden)
     outs = [out]
     kind, limit = ("out", tolerance) if "out/recurrent_state_after_prefill" in file else ("out_f32", 5e-5)
-    assert_golden(state.recurrent, file[f"{kind}/recurrent_state_after_prefill"], limit, "state after the prefill")
+    expected = file[f"{kind}/recurrent_state_after_prefill"]
+    if golden.metadata.get("recurrent_state_layout") == "[B,HV,V,K]":
+        expected = np.swapaxes(expected, 2, 3)
+    assert_golden(state.recurrent, expected, limit, "state after the prefill")
     windows = {name: np.swapaxes(getattr(state, f"{name}_window"), 1, 2) for name in "qkv"}
     if kind == "out":  # theirs holds one input more than a convolution needs
         joined = np.concatenate(list(windows.values()), axis=1)
@@ -283,7 +278,7 @@ def test_layer_in_parts(golden):
         for name, window in windows.items():
             assert_golden(window, file[f"out_f32/conv_state_after_prefill_{name}"][..., 1:], limit, f"{name} window")
     for index in range(prefill, prefill + decode):
-        out, state = golden.step(golden.mixer, golden.x[:, index], state)
+        out, state = step(golden.mixer, golden.x[:, index], state)
         outs.append(np.asarray(out)[:, None])
     if prefill + decode < time:
         out, state = golden.part(prefill + decode, time, state)
@@ -292,26 +287,104 @@ def test_layer_in_parts(golden):
     assert_golden(np.concatenate(outs, axis=1), file["out/hidden"], tolerance, "hidden in parts")
 
 
+@pytest.mark.inference
+@goldens(every_run=[*BOTH_DTYPES, *((name, "float32") for name in LAYERS)])
 def test_padded_layer(golden):
-    file = golden.file
+    file, tested = golden.file, 0
     for side in ("left", "right"):
         name = next((f"{kind}/{side}_padded" for kind in ("out", "out_f32") if f"{kind}/{side}_padded" in file), None)
         if name is None:
             continue  # transformers' layers do not serve right padding
         mask = file[f"in/{side}_pad_mask"] != 0
-        out, _ = golden.call(golden.mixer, golden.x, golden.mixer.init_state(2), mask)
+        out, _ = call(golden.mixer, golden.x, golden.mixer.init_state(2), mask)
         tolerance = layer_tolerance(golden) if name.startswith("out/") else 5e-5
         assert_golden(np.asarray(out)[mask], file[name][mask], tolerance, name)
         assert not np.any(np.asarray(out)[~mask])
+        tested += 1
+    assert tested
 
 
-def test_the_files_say_which_layer_they_hold():
-    for name, (make, _, _) in LAYERS.items():
-        path = GOLDENS / f"{name}.safetensors"
-        path = path if path.exists() else GOLDENS / name / "layer0.safetensors"
-        with safe_open(path, "np") as opened:
-            config = json.loads(opened.metadata()["config"])
-        mixer = eqx.filter_eval_shape(make, key=jax.random.key(0))
-        assert config["hidden_size"] == mixer.config.model
-        heads = config.get("linear_num_key_heads", config.get("linear_num_heads", config.get("num_heads")))
-        assert heads == mixer.config.key_heads
+# ---- models, by examples/hybrid_from_checkpoint.py -------------------------------------------------------------------
+
+
+def load_example():
+    path = Path(__file__).resolve().parents[1] / "examples" / "hybrid_from_checkpoint.py"
+    spec = importlib.util.spec_from_file_location("hybrid_from_checkpoint", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["hybrid_from_checkpoint"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    module.run = fast_jit(lambda model, tokens, states, mask: model(tokens, states, mask))
+    return module
+
+
+example = load_example()
+MODELS = sorted(path.parent.name for path in GOLDENS.glob("*/model_io.safetensors"))
+
+
+@pytest.fixture
+def _promotion():
+    with jax.numpy_dtype_promotion("standard"):  # as for a reader
+        yield
+
+
+@fast_jit
+def layer_by_layer(model, tokens, states):
+    """The output of every block."""
+    x, mask, outs = model.embed[tokens], jnp.ones(tokens.shape, bool), []
+    for block, state in zip(model.blocks, states, strict=True):
+        x, _ = block(x, state, mask)
+        outs.append(x)
+    return outs
+
+
+@pytest.mark.inference
+@pytest.mark.usefixtures("_promotion")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.slow), "float32"])
+def test_model(name, dtype):
+    file = load_file(GOLDENS / name / "model_io.safetensors")
+    tokens, greedy = file["in/input_ids"].astype(np.int32), file["out/greedy_ids"]
+    new, tolerance = greedy.shape[1] - tokens.shape[1], {"float64": 1e-10, "float32": 1e-4}[dtype]
+    with jax.enable_x64(dtype == "float64"):
+        model = example.load(GOLDENS / name)
+        model = model if dtype == "float32" else cast_params(model, dtype)
+        states = model.init_state(2, greedy.shape[1])
+        for kind, mask in (
+            ("logits", np.ones(tokens.shape, bool)),
+            ("left_padded_logits", file["in/left_pad_mask"] > 0),
+        ):
+            logits, _ = example.run(model, jnp.asarray(tokens), states, jnp.asarray(mask))
+            assert_golden(np.asarray(logits)[mask], file[f"out/{kind}"][mask], tolerance, kind)
+        assert np.array_equal(example.generate(model, jnp.asarray(tokens), new)[:1], greedy)
+        if dtype == "float64":
+            for layer, out in enumerate(layer_by_layer(model, tokens, states)):
+                assert_golden(out, file[f"out/decoder_layer_{layer}"], tolerance, f"layer {layer}")
+
+
+@pytest.mark.inference
+@pytest.mark.usefixtures("_promotion")
+def test_the_example_compares_and_continues(tmp_path, capsys):
+    folder = GOLDENS / "hf_qwen3_5"
+    assert example.main([str(folder)]) == 0
+    header, line = capsys.readouterr().out.splitlines()
+    assert header.split()[0] == "checkpoint" and line.split()[:3] == ["hf_qwen3_5", "2", "0"]
+    assert "12 of 12" in line
+    assert example.main([str(folder), "--prompt", "5", "17", "--tokens", "2"]) == 0
+    assert capsys.readouterr().out.split()[:3] == ["hf_qwen3_5", "5", "17"]
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    file = load_file(folder / "model_io.safetensors")
+    save_file({**file, "out/logits": 1.001 * file["out/logits"]}, tmp_path / "model_io.safetensors")
+    assert example.main([str(tmp_path)]) == 1
+
+
+@pytest.mark.inference
+def test_the_example_says_what_it_cannot_load(tmp_path):
+    for name in ("hf_kimi_linear", "hf_qwen3_5"):
+        config = json.loads((GOLDENS / name / "config.json").read_text())
+        for path in (GOLDENS / name).glob("model*.safetensors"):
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+        changed = {"hf_kimi_linear": {"layer_types": ["full_attention"] * 2}, "hf_qwen3_5": {"model_type": "llama"}}
+        (tmp_path / "config.json").write_text(json.dumps({**config, **changed[name]}))
+        with pytest.raises(SystemExit, match=r"error: (Kimi's latent attention is|llama is none of qwen3_next, )"):
+            example.load(tmp_path)
