@@ -17,7 +17,6 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -223,21 +222,23 @@ FAMILIES = {
 # -------------------------------------------------------------------------------------------------------------- loading
 
 
-def open_tensors(folder: pathlib.Path) -> Callable[[str, str], Array]:
-    """A function from the prefix and the name of a weight to the weight; the name may be `one|another`."""
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        shards = json.loads(index.read_text())["weight_map"]
-    else:
-        shards = dict.fromkeys(safe_open(folder / "model.safetensors", "np").keys(), "model.safetensors")
+class Tensors:
+    """The tensors of a checkpoint by name, one read at a time, and no others."""
 
-    def tensor(prefix: str, names: str) -> Array:
+    def __init__(self, folder: pathlib.Path):
+        index = folder / "model.safetensors.index.json"
+        if index.exists():
+            shards = json.loads(index.read_text())["weight_map"]
+        else:
+            shards = dict.fromkeys(safe_open(folder / "model.safetensors", "np").keys(), "model.safetensors")
+        self.files = {name: folder / shard for name, shard in shards.items()}
+
+    def __call__(self, prefix: str, names: str) -> Array:
+        """The weight `prefix + name`; `names` is a name, or `one|another`."""
         for name in names.split("|"):
-            if (full := f"{prefix}{name}.weight") in shards:
-                return jnp.array(safe_open(folder / shards[full], "np").get_tensor(full))
-        raise SystemExit(f"error: {folder} has no {prefix}{names}.weight; layers with experts are not in this example")
-
-    return tensor
+            if (full := f"{prefix}{name}.weight") in self.files:
+                return jnp.array(safe_open(self.files[full], "np").get_tensor(full))
+        raise SystemExit(f"error: there is no {prefix}{names}.weight; layers with experts are not in this example")
 
 
 def load(folder: pathlib.Path) -> Model:
@@ -246,19 +247,19 @@ def load(folder: pathlib.Path) -> Model:
     config = {**config, **config.get("text_config", {})}
     if config["model_type"] not in FAMILIES:
         raise SystemExit(f"error: {config['model_type']} is none of {', '.join(FAMILIES)}")
-    family, tensor = FAMILIES[config["model_type"]], open_tensors(folder)
+    family, tensors = FAMILIES[config["model_type"]], Tensors(folder)
 
     def norm(prefix, names):
-        return RMSNorm(tensor(prefix, names), config["rms_norm_eps"], family.one_plus)
+        return RMSNorm(tensors(prefix, names), config["rms_norm_eps"], family.one_plus)
 
     def attention(prefix):
         if family.latent_attention:
             raise SystemExit("error: Kimi's latent attention is not part of this example")
         dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        rope = config.get("rope_parameters") or {}
+        rope = config.get("rope_parameters") or config  # older configs have its entries at the top
         turning = int(dim * rope.get("partial_rotary_factor", 1.0)) if rope.get("rope_theta") else 0
         return Attention(
-            *(tensor(prefix, f"{part}_proj") for part in "qkvo"),
+            *(tensors(prefix, f"{part}_proj") for part in "qkvo"),
             q_norm=norm(prefix, "q_norm"),
             k_norm=norm(prefix, "k_norm"),
             dim=dim,
@@ -267,24 +268,27 @@ def load(folder: pathlib.Path) -> Model:
             rotary=(turning, rope.get("rope_theta") or 1.0),
         )
 
-    def block(layer, kind):
-        prefix, is_attention = f"model.layers.{layer}.", kind != "linear_attention"
+    def block(layer):
+        prefix = f"{stem}layers.{layer}."
+        is_attention = not {f"{prefix}linear_attn.A_log", f"{prefix}self_attn.A_log"} & tensors.files.keys()
         behind = family.norms_behind if is_attention else None
         mixer_norm, mlp_norm = behind or family.norms
         return Block(
             norm(prefix, mixer_norm),
             attention(f"{prefix}self_attn.") if is_attention else load_mixer(folder, layer=layer),
             norm(prefix, mlp_norm),
-            SwiGLU(*(tensor(f"{prefix}mlp.", f"{part}_proj") for part in ("gate", "up", "down"))),
+            SwiGLU(*(tensors(f"{prefix}mlp.", f"{part}_proj") for part in ("gate", "up", "down"))),
             norm_behind=behind is not None,
         )
 
-    embed = tensor("model.", "embed_tokens")
+    ending = "embed_tokens.weight"
+    stem = next(name for name in tensors.files if name.endswith(ending)).removesuffix(ending)
+    embed = tensors(stem, "embed_tokens")
     return Model(
         embed,
-        [block(layer, kind) for layer, kind in enumerate(config["layer_types"])],
-        norm("model.", "norm"),
-        embed if config["tie_word_embeddings"] else tensor("", "lm_head"),
+        [block(layer) for layer in range(config["num_hidden_layers"])],
+        norm(stem, "norm"),
+        embed if config.get("tie_word_embeddings") else tensors("", "lm_head"),
     )
 
 

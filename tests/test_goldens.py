@@ -380,11 +380,40 @@ def test_the_example_compares_and_continues(tmp_path, capsys):
 
 @pytest.mark.inference
 def test_the_example_says_what_it_cannot_load(tmp_path):
-    for name in ("hf_kimi_linear", "hf_qwen3_5"):
-        config = json.loads((GOLDENS / name / "config.json").read_text())
-        for path in (GOLDENS / name).glob("model*.safetensors"):
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-        changed = {"hf_kimi_linear": {"layer_types": ["full_attention"] * 2}, "hf_qwen3_5": {"model_type": "llama"}}
-        (tmp_path / "config.json").write_text(json.dumps({**config, **changed[name]}))
-        with pytest.raises(SystemExit, match=r"error: (Kimi's latent attention is|llama is none of qwen3_next, )"):
+    def refusal(name, config=(), without=None):
+        tensors = load_file(GOLDENS / name / "model.safetensors")
+        save_file({n: a for n, a in tensors.items() if without not in n.split(".")}, tmp_path / "model.safetensors")
+        entries = json.loads((GOLDENS / name / "config.json").read_text())
+        (tmp_path / "config.json").write_text(json.dumps({**entries, **dict(config)}))
+        with pytest.raises(SystemExit) as caught:
             example.load(tmp_path)
+        return str(caught.value)
+
+    assert refusal("hf_qwen3_5", {"model_type": "llama"}).startswith("error: llama is none of qwen3_next, qwen3_5, ")
+    assert refusal("hf_kimi_linear", without="A_log") == "error: Kimi's latent attention is not part of this example"
+    assert refusal("hf_qwen3_5", without="mlp") == (
+        "error: there is no model.layers.0.mlp.gate_proj.weight; layers with experts are not in this example"
+    )
+
+
+@pytest.mark.inference
+def test_the_example_loads_a_sharded_multimodal_checkpoint_alike(tmp_path):
+    """Without `layer_types`, with the rotary entries at the top, a text config, and the embedding as the head."""
+    folder = GOLDENS / "hf_qwen3_5_hybrid"
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    for index in range(2):
+        part = {name.replace("model.", "model.language_model."): tensors[name] for name in sorted(tensors)[index::2]}
+        save_file(part, tmp_path / f"{index}.safetensors")
+    shards = {
+        name: path.name for path in sorted(tmp_path.glob("*.safetensors")) for name in safe_open(path, "np").keys()
+    }
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    text = {name: value for name, value in config.items() if name not in ("layer_types", "rope_parameters")}
+    text |= config["rope_parameters"]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    assert eqx.tree_equal(example.load(tmp_path), example.load(folder))
+    text["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    tied = example.load(tmp_path)
+    assert np.array_equal(tied.head, tensors["model.embed_tokens.weight"])

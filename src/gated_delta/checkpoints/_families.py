@@ -1,4 +1,4 @@
-"""What each checkpoint family calls the parameters of a layer, and what its config calls the sizes: data, no code.
+"""What each checkpoint family calls the parameters of a layer, and what its config calls the sizes: data.
 
 A family is one record. `tensors` maps the name of a stored tensor to the paths of our parameters that lie in it, row
 after row; several names may hold one parameter, where files spell it in several ways, the published one first. Shapes
@@ -7,15 +7,13 @@ are nowhere here: they follow from our parameters' by `_layout`. `settings` maps
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gated_delta._variant import MixerConfig, Number, Variant
+from gated_delta._variant import Number, Variant
 from gated_delta.variants import gdn, gdn2, kda
 
-ASK: Any = object()
-"""In `settings`: neither the file nor its config says, so the caller has to."""
-_REQUIRED: Any = object()
+from ._config import ASK, Config, entry
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,60 +39,6 @@ class Family:
     def parts(self, name: str) -> tuple[str, ...]:
         """Paths of our parameters in a stored tensor, in the order of its rows."""
         return tuple(self.tensors[name].split())
-
-
-class Config:
-    """A family's config as `config.json` has it; `a.b` is entry b of the object a."""
-
-    def __init__(self, entries: Mapping[str, Any], family: str):
-        self.entries = entries
-        self.family = family
-
-    def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
-        """The first of the named entries that is there.
-
-        **Raises:** `ValueError` that names them where none is and there is no default.
-        """
-        for name in names:
-            *outer, last = name.split(".")
-            entries: Any = self.entries
-            for key in outer:
-                entries = entries.get(key) or {}
-            if last in entries:
-                return entries[last]
-        if default is _REQUIRED:
-            raise ValueError(
-                f"The config of a {self.family} layer needs {' or '.join(f'`{name}`' for name in names)}, but has only "
-                f"{', '.join(sorted(self.entries)) or 'nothing'}."
-            )
-        return default
-
-
-def mixer_config(family: Family, entries: Mapping[str, Any], output_gate: str | None) -> MixerConfig:
-    """What a family's config says, in our words."""
-    config = Config(entries, family.name)
-    fields: dict[str, Any] = {
-        name: value(config) if callable(value) else value for name, value in family.settings.items()
-    }
-    if fields.get("output_gate") is ASK:
-        if output_gate is None:
-            raise ValueError(
-                f"A {family.name} layer needs `output_gate='silu'` (NVIDIA's code) or `output_gate='sigmoid'` (fla's): "
-                "both store the same names and shapes, and nothing in the file says which it is."
-            )
-        fields["output_gate"] = output_gate
-    elif output_gate is not None:
-        raise ValueError(
-            f"`output_gate={output_gate!r}` is for GDN-2 checkpoints, which do not say theirs; a {family.name} layer's "
-            f"is {fields['output_gate']!r}. Leave it out."
-        )
-    erase_max = 2.0 if fields.pop("doubled_beta", False) else 1.0
-    variant = dataclasses.replace(family.variant, erase_max=erase_max, log_decay_min=fields.pop("decay_bound", None))
-    return MixerConfig(variant, **fields)
-
-
-def _entry(*names: str, default: Any = _REQUIRED) -> Callable[[Config], Any]:
-    return lambda config: config(*names, default=default)
 
 
 def _under(prefix: str, tensors: Mapping[str, str]) -> dict[str, str]:
@@ -191,42 +135,42 @@ GDN2_TENSORS = {**FLA_KDA_TENSORS, "w_proj.weight": "write.project.weight"}
 
 # ---- configs ---------------------------------------------------------------------------------------------------------
 
-_ACTIVATION = {"qkv_activation": _entry("hidden_act", default="silu")}
+_ACTIVATION = {"qkv_activation": entry("hidden_act", default="silu")}
 _LINEAR_SIZES = {
     **_ACTIVATION,
-    "model": _entry("hidden_size"),
-    "key_heads": _entry("linear_num_key_heads"),
-    "value_heads": _entry("linear_num_value_heads"),
-    "key_dim": _entry("linear_key_head_dim"),
-    "value_dim": _entry("linear_value_head_dim"),
-    "conv_width": _entry("linear_conv_kernel_dim", default=4),
+    "model": entry("hidden_size"),
+    "key_heads": entry("linear_num_key_heads"),
+    "value_heads": entry("linear_num_value_heads"),
+    "key_dim": entry("linear_key_head_dim"),
+    "value_dim": entry("linear_value_head_dim"),
+    "conv_width": entry("linear_conv_kernel_dim", default=4),
 }
 _QWEN = {
     **_LINEAR_SIZES,
     "output_gate": "silu",
-    "norm_eps": _entry("rms_norm_eps", default=1e-6),
+    "norm_eps": entry("rms_norm_eps", default=1e-6),
     "norm_numerics": "qwen",
     "step_init": "ones",
     "init": "normal",
 }
-_KIMI_HEADS = _entry("linear_attn_config.num_heads", "linear_num_heads")
-_KIMI_DIM = _entry("linear_attn_config.head_dim", "linear_head_dim")
+_KIMI_HEADS = entry("linear_attn_config.num_heads", "linear_num_heads")
+_KIMI_DIM = entry("linear_attn_config.head_dim", "linear_head_dim")
 _KIMI = {
     **_ACTIVATION,
-    "model": _entry("hidden_size"),
+    "model": entry("hidden_size"),
     "key_heads": _KIMI_HEADS,
     "value_heads": _KIMI_HEADS,
     "key_dim": _KIMI_DIM,
     "value_dim": _KIMI_DIM,
-    "conv_width": _entry("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", default=4),
+    "conv_width": entry("linear_attn_config.short_conv_kernel_size", "linear_conv_kernel_dim", default=4),
     "decay_rank": _KIMI_DIM,
     "output_gate": "sigmoid",
     "output_gate_rank": _KIMI_DIM,
-    "norm_eps": _entry("rms_norm_eps", default=1e-5),
+    "norm_eps": entry("rms_norm_eps", default=1e-5),
 }
 
 
-_BAILING_DIM = _entry("linear_head_dim", "head_dim")  # transformers saves the rotary size as head_dim
+_BAILING_DIM = entry("linear_head_dim", "head_dim")  # transformers saves the rotary size as head_dim
 
 
 def _glm_bound(config: Config) -> Number | None:
@@ -240,15 +184,15 @@ def _fla_sizes(expand_v: Number) -> dict[str, Any]:
         return round(config("head_dim") * config("expand_v", default=expand_v))
 
     return {
-        "model": _entry("hidden_size"),
-        "key_heads": _entry("num_heads"),
+        "model": entry("hidden_size"),
+        "key_heads": entry("num_heads"),
         "value_heads": lambda config: config("num_v_heads", default=None) or config("num_heads"),
-        "key_dim": _entry("head_dim"),
+        "key_dim": entry("head_dim"),
         "value_dim": value_dim,
         "conv_width": lambda c: c("conv_size", default=4) if c("use_short_conv", default=True) else None,
-        "conv_bias": _entry("conv_bias", default=False),
-        "doubled_beta": _entry("allow_neg_eigval", default=False),
-        "norm_eps": _entry("norm_eps", default=1e-5),
+        "conv_bias": entry("conv_bias", default=False),
+        "doubled_beta": entry("allow_neg_eigval", default=False),
+        "norm_eps": entry("norm_eps", default=1e-5),
     }
 
 
@@ -296,7 +240,7 @@ FAMILIES = (
         GDN_TENSORS,
         {
             **_LINEAR_SIZES,
-            "doubled_beta": _entry("linear_allow_neg_eigval", default=True),
+            "doubled_beta": entry("linear_allow_neg_eigval", default=True),
             "output_gate": "silu",
             "norm_eps": 1e-5,
         },
@@ -310,14 +254,14 @@ FAMILIES = (
         BAILING_TENSORS,
         {
             **_ACTIVATION,
-            "model": _entry("hidden_size"),
-            "key_heads": _entry("num_attention_heads"),
-            "value_heads": _entry("num_attention_heads"),
+            "model": entry("hidden_size"),
+            "key_heads": entry("num_attention_heads"),
+            "value_heads": entry("num_attention_heads"),
             "key_dim": _BAILING_DIM,
             "value_dim": _BAILING_DIM,
-            "conv_width": _entry("short_conv_kernel_size", default=4),
+            "conv_width": entry("short_conv_kernel_size", default=4),
             "output_gate": "sigmoid",
-            "norm_eps": _entry("rms_norm_eps", default=1e-6),
+            "norm_eps": entry("rms_norm_eps", default=1e-6),
             "decay_bound": lambda c: c("kda_lower_bound", default=-5.0) if c("kda_safe_gate", default=True) else None,
         },
     ),
@@ -327,7 +271,7 @@ FAMILIES = (
         ("kda",),
         kda,
         FLA_KDA_TENSORS,
-        {**_FLA_KDA, "decay_bound": _entry("lower_bound", default=None)},
+        {**_FLA_KDA, "decay_bound": entry("lower_bound", default=None)},
     ),
     Family("GDN-2", ("gdn2", "gated_deltanet2"), gdn2, GDN2_TENSORS, {**_FLA_KDA, "output_gate": ASK}),
 )

@@ -17,7 +17,8 @@ from gated_delta._layer import GatedDeltaMixer
 from gated_delta._types import accumulation_dtype, no_type_check
 from gated_delta._variant import MixerConfig
 
-from ._families import FAMILIES, Family, mixer_config
+from ._config import Config, mixer_config
+from ._families import FAMILIES, Family
 from ._files import Checkpoint, Stored, open_checkpoint, read_json
 from ._layout import Shape, join, joint_shape, same_shape, split
 
@@ -67,7 +68,7 @@ def load_mixer(
         entries = _read_config(config, stored.checkpoint)
         _check_kind(entries, layer)
         family = _recognise(entries, stored)
-        config = mixer_config(family, entries, output_gate)
+        config = mixer_config(Config(entries, family.name), family.variant, family.settings, output_gate)
     structure = eqx.filter_eval_shape(GatedDeltaMixer, config, backend=backend, key=jax.random.key(0))
     plan = _make_plan(family, structure, stored)
     wide = [tensor.name for tensor in plan if tensor.stored.dtype == "float64"]
