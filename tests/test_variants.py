@@ -35,7 +35,7 @@ from gated_delta import (
     variants,
     weight_decay_mask,
 )
-from gated_delta._activations import decay_by_head, gated_rms_norm, inverse_softplus, sigmoid_gate
+from gated_delta._activations import decay_by_head, gated_rms_norm, inverse_softplus, least_decay, sigmoid_gate
 from gated_delta._linear import Linear
 
 KEY = jax.random.key(0)
@@ -294,6 +294,10 @@ def test_decays_against_float64():
     np.testing.assert_array_equal(
         decay_by_head(low[0], None, low[2], -5.0), decay_by_head(low[0], 0 * low[1], low[2], -5.0)
     )
+    least, decay = (
+        np.asarray(x) for x in (least_decay(low[0], low[1][None, :, None], low[2][None]), decay_by_head(*low))
+    )
+    assert np.all(least <= decay * (1 - 1e-6)) and np.all(1.32 * decay <= least)
     gate = np.asarray(sigmoid_gate(low[0], 2.0))
     assert gate.min() >= 0 and gate.max() <= 2
     x = np.array([1e-4, 1e-3, 0.1, 1.0, 30.0], np.float32)

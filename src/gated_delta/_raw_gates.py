@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 
-from ._activations import activate_decay, decay_by_head, l2_normalize, sigmoid_gate
+from ._activations import activate_decay, decay_by_head, l2_normalize, least_decay, sigmoid_gate
 from ._gates import GateArray, Gates, as_gate, check_promises
 
 
@@ -114,6 +114,10 @@ class Prologue(NamedTuple):
 
     def log_decay(self, raw, A_log, dt_bias):
         return activate_decay(raw, A_log, dt_bias, self.bound)
+
+    def least_log_decay(self, raw, A_log, dt_bias):
+        """No larger than `log_decay`, and cheaper where that is a matter of cost."""
+        return least_decay(raw, A_log, dt_bias) if self.bound is None else self.log_decay(raw, A_log, dt_bias)
 
     def erase(self, raw):
         return sigmoid_gate(raw, self.erase_max)

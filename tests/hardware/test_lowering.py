@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gated_delta import gated_delta
+from gated_delta import RawGates, gated_delta, gated_delta_raw
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import RandomGates, RandomProblem
 
@@ -74,6 +74,24 @@ def test_packed_documents_lower(packing):
 def test_every_choice_of_residuals_lowers(residuals):
     problem = RandomProblem(**SIZES, dtype="bfloat16", key_dim=128, value_dim=128, time=64, gates=GATES["gdn"])
     export(problem, PallasTPU(TileConfig(owners=2), residuals=residuals, ahead_of_time=True))
+
+
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 128])
+def test_a_prologue_lowers(groups):
+    batch, time, heads, dim = 1, 65, 2, 128
+    vector = jax.ShapeDtypeStruct((batch, time, heads, dim), jnp.bfloat16)
+    decay, beta, rates, bias = (
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+        for shape in ((batch, time, heads, groups), (batch, time, heads), (heads,), (heads, groups))
+    )
+    gates = RawGates.tied(beta, decay, A_log=rates, dt_bias=bias)
+
+    def run(*arguments):
+        out, pull = jax.vjp(lambda *x: gated_delta_raw(*x, backend=KERNEL), *arguments)
+        return out, pull(jax.tree.map(jnp.ones_like, out))
+
+    exported = jax.export.export(jax.jit(run), platforms=["tpu"])(vector, vector, vector, gates)
+    assert exported.mlir_module().count("tpu_custom_call") >= 2
 
 
 def test_float16_is_computed_in_float32():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
 
 from gated_delta._gates import limit_log_decay
 from gated_delta._heads import LANES, Columns, each
@@ -117,14 +118,6 @@ class Plan(NamedTuple):
     @property
     def all_owners(self) -> range:
         return range(self.sizes.owners)
-
-    @property
-    def halves(self) -> list[range]:
-        """The owners in two parts, where both have whole groups and whole pairs of rows."""
-        owners = self.sizes.owners
-        if self.sizes.key_heads % 4:
-            return [self.all_owners]
-        return [range(owners // 2), range(owners // 2, owners)]
 
 
 def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_specs, out_specs, aliases: dict[int, int]):
@@ -406,7 +399,7 @@ def behind_prologue(plan: Plan, x: Operands) -> Operands:
     return x._replace(
         q=q,
         k=k,
-        log_decay=_activated_decay(prologue, x.log_decay, x.A_log, x.dt_bias),
+        log_decay=_of_decay(prologue.log_decay, x.log_decay, x.A_log, x.dt_bias),
         erase=jax.tree.map(prologue.erase, x.erase),
         write=jax.tree.map(prologue.write, x.write),
         A_log=None,
@@ -414,8 +407,8 @@ def behind_prologue(plan: Plan, x: Operands) -> Operands:
     )
 
 
-def _activated_decay(prologue: Prologue, raw: list | Columns | None, A_log, dt_bias) -> list | Columns | None:
-    """Parameters are those of a block's owners; `raw` may have them once for every chunk of a step."""
+def _of_decay(function, raw: list | Columns | None, A_log, dt_bias) -> list | Columns | None:
+    """`function` of raw decays, which may be there for every chunk of a step, and of their owners' parameters."""
     if raw is None:
         return None
     if isinstance(raw, Columns):
@@ -426,27 +419,26 @@ def _activated_decay(prologue: Prologue, raw: list | Columns | None, A_log, dt_b
             return x.values if times == 1 else jnp.concatenate([x.values] * times, axis=1)
 
         fixed = (None if x is None else repeat(x) for x in (A_log, dt_bias))
-        return Columns(prologue.log_decay(values, *fixed), raw.groups)
+        return Columns(function(values, *fixed), raw.groups)
     fixed = (None if x is None else x * (len(raw) // len(x)) for x in (A_log, dt_bias))
-    return each(prologue.log_decay, raw, *fixed)
+    return each(function, raw, *fixed)
 
 
 def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
-    """`run(arithmetic, owners)` with the arithmetic that the chunk's decays allow; the larger one in two parts.
+    """`run(arithmetic, owners)` with the arithmetic that the chunk's decays allow.
 
     The choice for the following chunk is made beside this one's work, so that nothing waits for it.
     """
     if not plan.chooses:
         run(plan.arithmetic, plan.all_owners)
         return
-    form = plan.forms.log_decay
 
     def much(ref):
-        log_decay = load_vectors(ref, form, plan.sizes.owners, plan.interprets)
+        decay = NOTHING._replace(log_decay=ref, A_log=refs.A_log, dt_bias=refs.dt_bias)
+        log_decay, _, _, A_log, dt_bias = load_operands(plan, decay, plan.all_owners)[3:]
         if plan.prologue is not None:
-            fixed = load_operands(plan, NOTHING._replace(A_log=refs.A_log, dt_bias=refs.dt_bias), plan.all_owners)
-            log_decay = _activated_decay(plan.prologue, log_decay, fixed.A_log, fixed.dt_bias)
-        return forgets_much(log_decay).astype(jnp.int32)
+            log_decay = _of_decay(plan.prologue.least_log_decay, log_decay, A_log, dt_bias)
+        return forgets_much(log_decay.values if isinstance(log_decay, Columns) else log_decay).astype(jnp.int32)
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -454,13 +446,12 @@ def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
 
     forgets = much_ref[0] == 1
 
-    def either(near, parts):
-        for owners in parts:
-            run(plan.arithmetic._replace(near=near), owners)
+    def either(near):
+        run(plan.arithmetic._replace(near=near), plan.all_owners)
         much_ref[0] = much(following_ref)
 
-    pl.when(forgets)(lambda: either("selected", plan.halves))
-    pl.when(~forgets)(lambda: either("cheap", [plan.all_owners]))
+    pl.when(forgets)(lambda: either("selected"))
+    pl.when(~forgets)(lambda: either("cheap"))
 
 
 def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: range):
@@ -497,8 +488,7 @@ def zero_fixed(plan: Plan, refs: Operands):
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:
     """An output's shape, varying over the manual mesh axes that any of `arrays` varies over."""
     axes = frozenset().union(*(_manual_axes(x) for x in arrays if x is not None))
-    manual: dict[str, Any] = {"vma": axes} if axes else {}
-    return jax.ShapeDtypeStruct(shape, dtype, **manual)
+    return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=axes))
 
 
 def varying_alike(arrays):
@@ -516,4 +506,4 @@ def varying_alike(arrays):
 
 
 def _manual_axes(x) -> frozenset:
-    return getattr(jax.typeof(x), "vma", frozenset())
+    return jax.typeof(x).manual_axis_type.varying
