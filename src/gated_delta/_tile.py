@@ -21,6 +21,7 @@ Nothing is ever divided by a decay, so no gate is too strong, and a row never se
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, cast
 
 import equinox as eqx
@@ -38,9 +39,11 @@ SOLVED = 64
 NEAR = 32
 """Rows of the blocks within which a bfloat16 kernel may measure decays from the block's start."""
 
-FAR = -160.0
-"""The smallest sum of log decays over such a block for which it does: half of it, either way, is an exponent that
-float32 holds."""
+STEEP = 64.0
+"""How much such a block may forget for that, in nats: bfloat16 holds `exp(STEEP)`, and that times a cotangent."""
+
+BOUNDED = 160.0
+"""How much it may forget where that is promised, and decays are measured from halfway: `NEAR` tokens of -5."""
 
 
 class Arithmetic(NamedTuple):
@@ -51,16 +54,16 @@ class Arithmetic(NamedTuple):
     - `inverse`: `"exact"`, `"approx"`, `"substitution"` or `"truncated:m"`.
     - `erase_max`: the promise of `Gates`.
     - `near`: how key channels with decays of their own are treated within a block of `NEAR` rows. `"safe"`: right for
-        any decay. `"cheap"`: right where no sum of decays over a block is below `FAR`. `"selected"`: row by row the
-        cheap one where it is right. The last two only with bfloat16 operands, whose rounding is larger than what they
-        lose.
+        any decay. `"cheap"`: right where no block forgets more than `STEEP`. `"bounded"`: where none forgets more than
+        `BOUNDED`. `"selected"`: row by row the cheap one where it is right. All but the first only with bfloat16
+        operands, whose rounding is larger than what they lose.
     """
 
     operand: str
     precision: str | None = None
     inverse: str = "exact"
     erase_max: float = 1.0
-    near: Literal["safe", "cheap", "selected"] = "safe"
+    near: Literal["safe", "cheap", "bounded", "selected"] = "safe"
 
     @property
     def accumulation(self):
@@ -364,14 +367,23 @@ class _ChannelDecay(_NoDecay):
     leaves.
     """
 
-    def __init__(self, log_decay: Heads, arithmetic: Arithmetic):
-        self.log_decay, self.arithmetic = log_decay, arithmetic
-        self.chunk, self.key_dim = first(log_decay).shape[-2:]
+    def __init__(self, log_decay: Columns | Heads, key_dim: int, arithmetic: Arithmetic):
+        self.log_decay, self.key_dim, self.arithmetic = log_decay, key_dim, arithmetic
+        some = first(log_decay.values if isinstance(log_decay, Columns) else log_decay)
+        self.chunk = some.shape[-2]
         self.near = min(NEAR, self.chunk)
-        self.to, after = each(self._block_sums, log_decay)
-        self.legs = each(jnp.exp, self.to), each(jnp.exp, after)
+        i, m = _rows_and_columns(2 * self.near, self.near, some.ndim)
+        own = jnp.where(i < self.near, m <= i, m > i - self.near)
+        sums = _map(lambda x: _add_in_blocks(own, x, arithmetic), log_decay)
+        self.to = _map(lambda x: x[..., : self.chunk, :], sums)  # over the block's tokens up to and including the row
+        after = _map(lambda x: x[..., self.chunk :, :], sums)  # over those after it
+        self.legs = tuple(self._wide(_map(jnp.exp, x)) for x in (self.to, after))
         self.totals = each(lambda x: tuple(self._block(x, b)[..., -1:, :] for b in self._blocks()), self.legs[0])
         self.total = each(lambda *x: jnp.swapaxes(functools.reduce(jnp.multiply, x), -1, -2), *self.totals)
+
+    def _wide(self, factors: Columns | Heads) -> Heads:
+        """A factor for every key channel."""
+        return _copy_columns(factors, self.key_dim) if isinstance(factors, Columns) else factors
 
     def _blocks(self):
         return range(self.chunk // self.near)
@@ -379,27 +391,56 @@ class _ChannelDecay(_NoDecay):
     def _block(self, x, b: int):
         return x[..., b * self.near : (b + 1) * self.near, :]
 
-    def _block_sums(self, log_decay):
-        """Sums over the tokens of the block up to and including the row, and over those after it."""
-        i, m = _rows_and_columns(2 * self.near, self.near, log_decay.ndim)
-        own = jnp.where(i < self.near, m <= i, m > i - self.near)
-        sums = _add_in_blocks(own, log_decay, self.arithmetic)
-        return sums[..., : self.chunk, :], sums[..., self.chunk :, :]
-
     def scores(self, left, k, owners, arithmetic):
         left, k = [spread(x, owners) for x in left], spread(k, owners)
         to, after = self.legs
         entered = [each(jnp.multiply, x, to) for x in left]
         if not arithmetic.is_rounding or arithmetic.near == "safe":
-            out = _near_by_seams(left, k, self.log_decay, arithmetic)
-        elif arithmetic.near == "cheap":
-            out = _near_from_starts(left, k, self.to, arithmetic)
+            out = self._near_for_any(left, k)
+        elif arithmetic.near == "bounded":
+            halfway = self._wide(_map(lambda to: jnp.exp(to + BOUNDED / 2), self.to))
+            out = self._near_from_start(left, [each(jnp.multiply, x, halfway) for x in left], k, BOUNDED / 2)
         else:
-            out = _near_selected(left, k, self.log_decay, self.to, arithmetic)
+            out = self._near_from_start(left, entered, k)
+            if arithmetic.near == "selected":
+                holds = self._forgets_little()
+                both = zip(out, self._near_for_any(left, k), strict=True)
+                out = [each(jnp.where, holds, x, y) for x, y in both]
         left, ends = entered, each(jnp.multiply, k, after)
         for half in _halvings(self.chunk, self.near):
             out = self._far_scores(out, left, ends, half, arithmetic)
         return out
+
+    def _near_for_any(self, left: list[Heads], k: Heads) -> list[Heads]:
+        """Scores of pairs within a block of `NEAR` rows, for any decay."""
+        if isinstance(self.log_decay, Columns):
+            return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic).scores(left, k, count(k), self.arithmetic)
+        return _near_by_seams(left, k, self.log_decay, self.arithmetic)
+
+    def _near_from_start(self, left: list[Heads], entered: list[Heads], k: Heads, start: float = 0.0) -> list[Heads]:
+        """The same where a block forgets little: one product for all pairs, of rows that `entered` where the sum of log
+        decays is `-start`.
+
+        Elsewhere, and above the diagonal, it leaves finite numbers without a meaning.
+        """
+        most = BOUNDED / 2 if start else STEEP
+        back = self._wide(_map(lambda to: jnp.exp(jnp.minimum(-start - to, most)), self.to))
+
+        def multiply(k, back, *entered):
+            both = matmul_nt(jnp.concatenate(entered, axis=-2), k * back, self.arithmetic)
+            return tuple(both[..., n : n + self.chunk, :] for n in range(0, both.shape[-2], self.chunk))
+
+        found = each(multiply, k, back, *entered)
+        return [each(_without_decay_on_diagonal, x, y, k) for x, y in zip(found, left, strict=True)]
+
+    def _forgets_little(self) -> Heads:
+        """Rows, `[chunk, 1]`, for which the start of the block is near enough: none depends on what comes after it."""
+        if isinstance(self.to, Columns):
+            columns = [self.to.column(group) for group in range(self.to.groups)]
+            least = each(lambda *x: functools.reduce(jnp.minimum, x), *columns)
+        else:
+            least = each(lambda to: jnp.min(to, axis=-1, keepdims=True), self.to)
+        return each(lambda x: x >= -STEEP, least)
 
     def _far_scores(self, out, left, ends, half, arithmetic):
         """`out` with the pairs that meet at `half`."""
@@ -457,6 +498,38 @@ class _ChannelDecay(_NoDecay):
         return each(end, x, self.legs[1], *self.totals)
 
 
+def _map(f: Callable, log_decay: Columns | Heads):
+    """`f` of log decays, however they lie."""
+    return log_decay.map(f) if isinstance(log_decay, Columns) else each(f, log_decay)
+
+
+def _copy_columns(columns: Columns, dim: int) -> list:
+    """`columns.wide(dim)` in a kernel, right to 16 bits: a matrix unit copies lanes faster than what is made for it."""
+    m, n = _rows_and_columns(columns.values.shape[-1], columns.owners * dim)
+    copies = _ones_where(n // (dim // columns.groups) == m, jnp.bfloat16)
+    with jax.named_scope("exact_sums"):
+        wide = cast(Array, _rounding_copies(columns.values, copies))
+    return [wide[:, i * dim : (i + 1) * dim] for i in range(columns.owners)]
+
+
+@jax.custom_vjp
+def _rounding_copies(x, ones):
+    parts, ones = jnp.concatenate(_parts(x, 2), axis=-1), jnp.concatenate([ones, ones], axis=-2)
+    return _dot(parts, ones, (-1, -2), Arithmetic("bfloat16"))
+
+
+def _rounding_copies_fwd(x, ones):
+    return _rounding_copies(x, ones), ones
+
+
+def _rounding_copies_bwd(ones, d_out):
+    rounding = Arithmetic("bfloat16")
+    return functools.reduce(jnp.add, [_dot(part, ones, (-1, -1), rounding) for part in _parts(d_out, 2)]), None
+
+
+_rounding_copies.defvjp(_rounding_copies_fwd, _rounding_copies_bwd)
+
+
 def _add_in_blocks(own, log_decay, arithmetic):
     """Sums over the rows of each block that `own`, `[sets * near, near]`, selects: `[sets * chunk, key_dim]`."""
     near, (chunk, key_dim) = own.shape[-1], log_decay.shape[-2:]
@@ -498,22 +571,6 @@ def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Ar
     return list(out)
 
 
-def _near_from_starts(left: list[Heads], k: Heads, to: Heads, arithmetic: Arithmetic) -> list[Heads]:
-    """`_near_by_seams` where no sum `to` a row from the start of its block is below `FAR`: one product for all.
-
-    Elsewhere, and above the diagonal, it leaves finite numbers without a meaning.
-    """
-    chunk = first(k).shape[-2]
-
-    def multiply(k, to, *left):
-        # Not from `exp(to)`, which is at hand: its cotangent would overflow on the way.
-        leg, back = jnp.exp(to - FAR / 2), k * jnp.exp(jnp.minimum(FAR / 2 - to, -FAR / 2))
-        both = matmul_nt(jnp.concatenate([x * leg for x in left], axis=-2), back, arithmetic)
-        return tuple(both[..., n : n + chunk, :] for n in range(0, both.shape[-2], chunk))
-
-    return [each(_without_decay_on_diagonal, x, y, k) for x, y in zip(each(multiply, k, to, *left), left, strict=True)]
-
-
 @jax.custom_jvp
 def _without_decay_on_diagonal(scores, left, k):
     """`scores`, whose diagonal, `left_i . k_i`, is known not to depend on a decay.
@@ -533,16 +590,15 @@ def _without_decay_on_diagonal_jvp(primals, tangents):
     return scores, jnp.where(i == j, diagonal, d_scores)
 
 
-def _near_selected(left, k, log_decay, to, arithmetic):
-    """Row by row the cheap product where it holds, so that no row depends on what comes after it."""
-    cheap = _near_from_starts(left, k, to, arithmetic)
-    safe = _near_by_seams(left, k, log_decay, arithmetic)
-    holds = each(lambda to: jnp.min(to, axis=-1, keepdims=True) >= FAR, to)
-    return [each(jnp.where, holds, x, y) for x, y in zip(cheap, safe, strict=True)]
+def promised_near(log_decay_min: float | None) -> Literal["cheap", "bounded"] | None:
+    """What `Arithmetic.near` may be for every chunk by the promise of `Gates`; `None`: each has to be looked at."""
+    if log_decay_min is None or NEAR * log_decay_min < -BOUNDED:
+        return None
+    return "cheap" if NEAR * log_decay_min >= -STEEP else "bounded"
 
 
 def forgets_much(log_decay: Heads):
-    """Whether a block of `NEAR` rows may forget more than `FAR`: never false where one does."""
+    """Whether a block of `NEAR` rows may forget more than `STEEP`: never false where one does."""
     chunk = first(log_decay).shape[-2]
 
     def least(log_decay):
@@ -552,7 +608,7 @@ def forgets_much(log_decay: Heads):
         return functools.reduce(jnp.minimum, sums)
 
     every = each(least, log_decay)
-    return ~(8 * jnp.min(functools.reduce(jnp.minimum, every) if isinstance(every, list) else every) >= FAR)
+    return ~(8 * jnp.min(functools.reduce(jnp.minimum, every) if isinstance(every, list) else every) >= -STEEP)
 
 
 # ---- the chunk solve -------------------------------------------------------------------------------------------------
@@ -804,9 +860,9 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = No
 def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic) -> _NoDecay:
     if log_decay is None:
         return _NoDecay()
-    if isinstance(log_decay, Columns):
+    if isinstance(log_decay, Columns) and (log_decay.groups == 1 or arithmetic.near == "safe"):
         return _GroupDecay(log_decay, key_dim, arithmetic)
-    return _ChannelDecay(log_decay, arithmetic)
+    return _ChannelDecay(log_decay, key_dim, arithmetic)
 
 
 def _gate(gate: Columns | Heads | None, dim: int, dtype) -> Heads | None:

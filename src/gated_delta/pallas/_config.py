@@ -41,23 +41,27 @@ class Sizes(eqx.Module):
         return self.chunk * self.chunks
 
 
-def settle(config: TileConfig, time: int, key_heads: int, owners: int, state_size: int, packed: bool) -> Sizes:
+def settle(config: TileConfig, time: int, key_heads: int, owners: int, key_dim: int, width: int, packed: bool) -> Sizes:
     """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence.
 
-    By default up to `_OWNERS` owners with up to `_STATES` numbers of state: a matrix unit is filled by independent
-    heads, until their tiles no longer fit in the memory beside it. Where heads are few, two chunks do the same.
+    A matrix unit is filled by independent heads, until their tiles no longer fit in the memory beside it. Where heads
+    are few, chunks in a row do the same, as long as they do not pad the sequence by more than an eighth.
     """
     chunk = config.chunk_size or 128
     while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
         chunk //= 2
     group = owners // key_heads
-    wanted = config.owners or max(min(_OWNERS, _STATES // state_size), 1)
+    wanted = config.owners or max(min(_SIDE_BY_SIDE, _STATES // (key_dim * width)), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
-    chunks = 1 if packed or chunk >= time else config.chunks or (2 if chosen <= _FEW else 1)
+    count = -(-time // chunk)
+    most = 1 if packed else config.chunks or max(min(_SIDE_BY_SIDE, _ROWS // (key_dim + width)) // chosen, 1)
+    chunks = next(n for n in range(min(most, count), 0, -1) if n == config.chunks or -count % n <= count // 8)
     return Sizes(chunk, chosen, chosen // group, chunks)
 
 
-_OWNERS, _STATES, _FEW = 16, 2**20, 4
+_SIDE_BY_SIDE = 16  # owners, or chunks of them
+_STATES = 2**20  # numbers in the states of a block's owners
+_ROWS = 16 * 768  # numbers in a row of keys and values of all that stands side by side
 LARGEST_STATE = 2**19
 """Numbers in the state of one owner, which is not divided among grid steps: 2 MiB in float32, and more than once."""

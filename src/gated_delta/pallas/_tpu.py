@@ -13,7 +13,7 @@ from gated_delta._backend import AbstractBackend, Problem, Result
 from gated_delta._chunk_layout import ChunkLayout, lay_out
 from gated_delta._finite import contained
 from gated_delta._heads import LANES
-from gated_delta._tile import FAR, NEAR, Arithmetic
+from gated_delta._tile import Arithmetic, promised_near
 from gated_delta._types import no_type_check
 
 from ._config import LARGEST_STATE, Sizes, TileConfig, settle
@@ -91,7 +91,8 @@ class PallasTPU(AbstractBackend):
             problem.k.shape[1],
             problem.k.shape[2],
             owners,
-            laid_key_dim * laid_width,
+            laid_key_dim,
+            laid_width,
             problem.packing is not None,
         )
         layout = lay_out(problem, sizes.tokens)
@@ -103,13 +104,12 @@ class PallasTPU(AbstractBackend):
             q, scale = (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype), 1.0
         operands, forms = _operands(problem, q, layout, sizes, parts)
         has_slots = layout.slot is not None
-        bounded = problem.log_decay_min is not None and NEAR * problem.log_decay_min >= FAR
-        by_channel = forms.log_decay is not None and forms.log_decay.is_vector
-        cheap = by_channel and problem.operand == jnp.bfloat16
-        near = "cheap" if cheap and bounded else "safe"
+        near = promised_near(problem.log_decay_min) if _is_fine(problem) else "safe"
+        inverse, erase_max = problem.inverse, problem.erase_max
+        arithmetic = Arithmetic(problem.operand.name, problem.precision, inverse, erase_max, near or "safe")
         plan = Plan(
             sizes=sizes,
-            arithmetic=Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max, near),
+            arithmetic=arithmetic,
             forms=forms,
             key_dim=laid_key_dim,
             width=laid_width,
@@ -118,7 +118,7 @@ class PallasTPU(AbstractBackend):
             scale=scale,
             has_bank=problem.initial_state is not None or has_slots,
             has_slots=has_slots,
-            chooses=cheap and not bounded,
+            chooses=near is None,
             keeps_inverse=self.residuals == "all" and problem.erase is not None,
             start_dtype=problem.operand.name,
             interpret=self.interpret,
@@ -216,6 +216,14 @@ _guarded.defvjp(_guarded_fwd, _guarded_bwd)
 
 def _whole_lanes(dim: int) -> int:
     return -(-dim // LANES) * LANES
+
+
+def _is_fine(problem: Problem) -> bool:
+    """Whether key channels have decays of their own, or tiles of them whose products no other owner shares."""
+    if problem.log_decay is None or problem.operand != jnp.bfloat16:
+        return False
+    groups, alone = problem.log_decay.shape[3], problem.v.shape[2] == problem.k.shape[2]
+    return groups == problem.k.shape[3] or (groups > 1 and alone)
 
 
 def _laid_dims(problem: Problem) -> tuple[int, int, int]:
