@@ -381,8 +381,7 @@ def advance(plan: Plan, state: list, factors: Factors, arithmetic: Arithmetic) -
 
 
 def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:
-    """The chunk as `_tile` takes it, its queries scaled."""
-    x = behind_prologue(plan, x)
+    """The chunk as `_tile` takes it, its queries scaled; `x` is behind the prologue."""
     document = None if document_ref is None else document_ref[0]
     entry = None if document_ref is None else jnp.full((1, 1), entry, jnp.int32)
     log_decay = jax.tree.map(limit_log_decay, x.log_decay)

@@ -17,6 +17,7 @@ from ._layout import (
     Operands,
     Plan,
     advance,
+    behind_prologue,
     by_decay,
     in_chunks,
     kernel_call,
@@ -51,7 +52,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
         pl.when(pl.program_id(2) == 0)(lambda: zero_fixed(plan, d_tile_refs))
 
     def run(arithmetic, owners):
-        operands = load_operands(plan, tile_refs, owners)
+        operands = behind_prologue(plan, load_operands(plan, tile_refs, owners))
         inverse = None
         if inverse_ref is not None:
             numbers = range(plan.sizes.chunks)
@@ -65,6 +66,10 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
         d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interprets, owners)
         d_out = in_chunks(plan, [x.astype(carry.dtype) for x in d_out])
         d_state, d_operands = pull(([carry[h] for h in owners], d_out))
+        if plan.prologue is not None:
+            # Done anew: what its derivative needs would lie in memory all the time.
+            again = load_operands(plan, tile_refs, owners)
+            (d_operands,) = jax.vjp(functools.partial(behind_prologue, plan), again)[1](d_operands)
         store_cotangents(plan, d_tile_refs, d_operands, owners)
         for i, h in enumerate(owners):
             carry[h] = d_state[i]

@@ -18,6 +18,7 @@ from ._layout import (
     Operands,
     Plan,
     advance,
+    behind_prologue,
     by_decay,
     in_a_row,
     kernel_call,
@@ -49,7 +50,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
     check_ref[...] = jnp.zeros_like(check_ref)
 
     def run(arithmetic, owners):
-        operands = load_operands(plan, tile_refs, owners)
+        operands = behind_prologue(plan, load_operands(plan, tile_refs, owners))
         state = [carry[h] for h in owners]
         factors = chunk_factors(tile_of(plan, operands, document_ref, scalars.entry[at]), arithmetic)
         for i, h in enumerate(owners):
