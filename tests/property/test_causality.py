@@ -5,8 +5,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, Recurrent
+from gated_delta import Chunked
+from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import LAWS, RandomGates, RandomProblem, implementation, results
+
+from .subjects import BACKENDS
 
 TIME, CUTS = 21, (0, 1, 7, 14, 15, 16, 19, 20)
 PROBLEM = RandomProblem(batch=2, time=TIME, key_heads=2, group=3, key_dim=4, value_dim=5, state=True, seed=7)
@@ -17,11 +20,10 @@ GATES = {
     "bounded": RandomGates("channel", erase="head", owner="value", tied=True, log_decay_min=-5.0, log_decays="bounded"),
     "none": RandomGates(erase="head", tied=True),
 }
-BACKENDS = [Recurrent(), Chunked(16)]
 
 
 def cotangents_until(problem, cut):
-    out, state = problem.cotangents("float32", "float32")
+    out, state = problem.cotangents(problem.dtype, "float32")
     out[:, cut + 1 :] = 0
     return out, np.zeros_like(state)
 
@@ -45,6 +47,24 @@ def test_a_prefix_does_not_depend_on_what_follows_with_another_inverse(inverse):
 
 def test_a_prefix_does_not_depend_on_what_follows_in_bfloat16():
     check(Chunked(16), dataclasses.replace(PROBLEM, gates=GATES["channel"], dtype="bfloat16"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gates", ["tile", "channel"])
+def test_a_prefix_does_not_depend_on_the_path_that_later_decays_make_a_kernel_take(gates):
+    """A chunk that forgets much takes another one; rows before keep their bits."""
+    problem = dataclasses.replace(
+        PROBLEM, batch=1, time=70, dtype="bfloat16", gates=dataclasses.replace(GATES[gates], log_decays="mild")
+    )
+    kernel = PallasTPU(TileConfig(chunk_size=64), interpret=True)
+    arguments = problem.arguments()
+    before = results(kernel, arguments, cotangents_until(problem, 20))
+    steep = np.array(arguments["gates"].log_decay)
+    steep[:, 21:] = -50
+    gates = dataclasses.replace(arguments["gates"], log_decay=steep)
+    after = results(kernel, {**arguments, "gates": gates}, cotangents_until(problem, 20))
+    for name in ("out", "d_q", "d_k", "d_v", "d_log_decay", "d_erase"):
+        np.testing.assert_array_equal(after[name][:, :21], before[name][:, :21], err_msg=name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_delta import Chunked, Recurrent, gated_delta
+from gated_delta import gated_delta
 from gated_delta.testing import RandomGates, RandomProblem, quick_jit, results
 
-BACKENDS = [Recurrent(), Chunked(16)]
+from .subjects import BACKENDS
+
 DOCUMENTS = ((5, 0, 9, 7), (-2, 16, 1, -1, 1))
 PROBLEM = RandomProblem(
     batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, state=True, seed=11, documents=DOCUMENTS

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, Gates, Recurrent, gated_delta
+from gated_delta import Chunked, Gates, gated_delta
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, quick_jit, results
 
-BACKENDS = [Recurrent(), Chunked(16)]
+from .subjects import BACKENDS
+
 KDA = RandomGates("channel", erase="head", owner="value", tied=True)
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, gates=KDA, state=True, seed=16)
 COTANGENTS = PROBLEM.cotangents("float32", "float32")

@@ -9,10 +9,11 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import Chunked, Recurrent, gated_delta
+from gated_delta import gated_delta
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, quick_jit
 
-BACKENDS = [Recurrent(), Chunked(16)]
+from .subjects import BACKENDS
+
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, state=True, seed=14)
 GATES = {
     "key": RandomGates("channel", erase="channel", write="channel", owner="key"),

@@ -18,7 +18,8 @@ from gated_delta.testing import (
     quick_jit,
 )
 
-BACKENDS = [Recurrent(), Chunked(16)]
+from .subjects import BACKENDS
+
 KDA = RandomGates("channel", erase="head", owner="value", tied=True)
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, gates=KDA, state=True, seed=13)
 
@@ -170,7 +171,7 @@ def test_forward_mode_through_chunks_is_right_or_jaxs_own_error():
         return gated_delta(**{**arguments, "v": v, "gates": gates}, backend=backend)
 
     free = Gates(gates.log_decay, None, gates.erase)
-    for backend in BACKENDS:
+    for backend in (Recurrent(), Chunked(16)):
         _, (d_out, _) = quick_jit(lambda v, d_v: jax.jvp(lambda v: run(v, free, backend), (v,), (d_v,)))(  # noqa: B023
             arguments["v"], direction
         )

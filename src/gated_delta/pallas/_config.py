@@ -1,5 +1,7 @@
 """Sizes of a kernel's tiles: they change its speed, never its numbers."""
 
+import dataclasses
+
 import equinox as eqx
 
 from gated_delta._types import CHUNK_SIZES
@@ -11,7 +13,7 @@ class TileConfig(eqx.Module):
     - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
     - `owners`: states (key heads, or value heads where they own the gates) that advance side by side.
     - `chunks`: in a row in one grid step: what needs no state is done for all of them at once. Packed sequences take
-        one.
+        one. By default fewer where a gradient is taken.
     """
 
     chunk_size: int | None = eqx.field(static=True, default=None)
@@ -28,17 +30,22 @@ class TileConfig(eqx.Module):
 
 
 class Sizes(eqx.Module):
-    """A `TileConfig` settled for one problem: static and hashable."""
+    """A `TileConfig` settled for one problem: static and hashable. `gradient_chunks` divides `chunks`."""
 
     chunk: int = eqx.field(static=True)
     owners: int = eqx.field(static=True)
     key_heads: int = eqx.field(static=True)
     chunks: int = eqx.field(static=True)
+    gradient_chunks: int = eqx.field(static=True)
 
     @property
     def tokens(self) -> int:
         """Of one grid step."""
         return self.chunk * self.chunks
+
+    @property
+    def for_gradient(self) -> "Sizes":
+        return dataclasses.replace(self, chunks=self.gradient_chunks)
 
 
 def settle(config: TileConfig, time: int, key_heads: int, owners: int, key_dim: int, width: int, packed: bool) -> Sizes:
@@ -55,12 +62,15 @@ def settle(config: TileConfig, time: int, key_heads: int, owners: int, key_dim: 
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
     count = -(-time // chunk)
-    most = 1 if packed else config.chunks or max(min(_SIDE_BY_SIDE, _ROWS // (key_dim + width)) // chosen, 1)
+    fill = min(_SIDE_BY_SIDE, _ROWS // (key_dim + width))
+    most = 1 if packed else config.chunks or max(fill // chosen, 1)
     chunks = next(n for n in range(min(most, count), 0, -1) if n == config.chunks or -count % n <= count // 8)
-    return Sizes(chunk, chosen, chosen // group, chunks)
+    back = min(chunks, config.chunks or max(fill // 2 // chosen, 1))
+    back = next(n for n in range(back, 0, -1) if chunks % n == 0)
+    return Sizes(chunk, chosen, chosen // group, chunks, back)
 
 
-_SIDE_BY_SIDE = 16  # owners, or chunks of them
+_SIDE_BY_SIDE = 16  # owners, or chunks of them; half as many where a backward kernel needs the memory
 _STATES = 2**20  # numbers in the states of a block's owners
 _ROWS = 16 * 768  # numbers in a row of keys and values of all that stands side by side
 LARGEST_STATE = 2**19

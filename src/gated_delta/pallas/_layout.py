@@ -116,8 +116,20 @@ class Plan(NamedTuple):
         return range(owners.start // group, owners.stop // group)
 
     @property
+    def for_gradient(self) -> "Plan":
+        return self._replace(sizes=self.sizes.for_gradient)
+
+    @property
     def all_owners(self) -> range:
         return range(self.sizes.owners)
+
+    @property
+    def halves(self) -> list[range]:
+        """The owners in two parts, where both have whole groups and whole pairs of rows."""
+        owners = self.sizes.owners
+        if self.sizes.key_heads % 4:
+            return [self.all_owners]
+        return [range(owners // 2), range(owners // 2, owners)]
 
 
 def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_specs, out_specs, aliases: dict[int, int]):
@@ -423,8 +435,9 @@ def _of_decay(function, raw: list | Columns | None, A_log, dt_bias) -> list | Co
     return each(function, raw, *fixed)
 
 
-def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
-    """`run(arithmetic, owners)` with the arithmetic that the chunk's decays allow.
+def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run, *, halves: bool):
+    """`run(arithmetic, owners)` with the arithmetic that the chunk's decays allow, the larger one in two `halves` if it
+    needs as much memory.
 
     The choice for the following chunk is made beside this one's work, so that nothing waits for it.
     """
@@ -445,12 +458,13 @@ def by_decay(plan: Plan, refs: Operands, following_ref, much_ref, run):
 
     forgets = much_ref[0] == 1
 
-    def either(near):
-        run(plan.arithmetic._replace(near=near), plan.all_owners)
+    def either(near, parts):
+        for owners in parts:
+            run(plan.arithmetic._replace(near=near), owners)
         much_ref[0] = much(following_ref)
 
-    pl.when(forgets)(lambda: either("selected"))
-    pl.when(~forgets)(lambda: either("cheap"))
+    pl.when(forgets)(lambda: either("selected", plan.halves if halves else [plan.all_owners]))
+    pl.when(~forgets)(lambda: either("cheap", [plan.all_owners]))
 
 
 def store_cotangents(plan: Plan, refs: Operands, cotangents: Operands, owners: range):

@@ -123,7 +123,7 @@ class PallasTPU(AbstractBackend):
             start_dtype=problem.operand.name,
             interpret=self.interpret,
         )
-        chunks = _chunks(problem, layout, sizes.tokens)
+        chunks = _chunks(problem, layout, sizes)
         document = None if layout.document is None else layout.document[:, None]
         bank = None
         if plan.has_bank:
@@ -281,8 +281,8 @@ def _wide(x, groups: int):
     return jnp.broadcast_to(x[:, None], (x.shape[0], groups)) if x.ndim == 1 else x
 
 
-def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:
-    batch, count = problem.k.shape[0], layout.chunks
+def _chunks(problem: Problem, layout: ChunkLayout, sizes: Sizes) -> Chunks:
+    batch, count = problem.k.shape[0], layout.chunks * sizes.chunks // sizes.gradient_chunks
     index = jnp.broadcast_to(jnp.arange(count), (batch, count))
     if layout.slot is not None and layout.begin is not None:
         changes = layout.slot[:, 1:] != layout.slot[:, :-1]
@@ -293,7 +293,7 @@ def _chunks(problem: Problem, layout: ChunkLayout, size: int) -> Chunks:
         slot, begin, end = 0 * index, index == 0, index == count - 1
     entry = 0 * index
     if layout.document is not None:
-        last = layout.document[:, size - 1 :: size]
+        last = layout.document[:, sizes.chunk - 1 :: sizes.chunk]
         entry = jnp.concatenate([jnp.zeros_like(last[:, :1]), last[:, :-1]], axis=1)
     return Chunks(*(x.astype(jnp.int32).reshape(-1) for x in (slot, begin, end, entry)))
 
@@ -306,7 +306,7 @@ def _run(recomputes: bool, plan: Plan, operands: Operands, chunks: Chunks, docum
 def _run_fwd(recomputes, plan, operands, chunks, document, bank):
     if recomputes:
         return _run(recomputes, plan, operands, chunks, document, bank), (operands, chunks, document, bank, ())
-    out, final, check, *kept = forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=True)
+    out, final, check, *kept = _forward_that_keeps(plan, operands, chunks, document, bank)
     names = ("gated_delta_states", "gated_delta_inverses")
     kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
     return (out, final, check), (operands, chunks, document, None, kept)
@@ -315,9 +315,13 @@ def _run_fwd(recomputes, plan, operands, chunks, document, bank):
 def _run_bwd(recomputes, plan, residuals, cotangents):
     operands, chunks, document, bank, kept = residuals
     if recomputes:
-        kept: Any = forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=True)[3:]
-    d_operands, d_bank = backward(plan, operands, chunks, document, kept, *cotangents[:2])
+        kept: Any = _forward_that_keeps(plan, operands, chunks, document, bank)[3:]
+    d_operands, d_bank = backward(plan.for_gradient, operands, chunks, document, kept, *cotangents[:2])
     return d_operands, Chunks(None, None, None, None), None, d_bank if plan.has_bank else None
+
+
+def _forward_that_keeps(plan, operands, chunks, document, bank):
+    return forward(plan.for_gradient, operands, chunks, document, bank, operands.v.dtype, keeps=True)
 
 
 _run.defvjp(_run_fwd, _run_bwd)

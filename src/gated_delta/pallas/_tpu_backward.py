@@ -74,7 +74,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
         for i, h in enumerate(owners):
             carry[h] = d_state[i]
 
-    by_decay(plan, tile_refs, following_ref, much_ref, run)
+    by_decay(plan, tile_refs, following_ref, much_ref, run, halves=True)
 
     @pl.when(scalars.begin[at] == 1 if plan.has_slots else pl.program_id(2) == chunks - 1)
     def _():

@@ -65,7 +65,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
         for i, h in enumerate(owners):
             carry[h] = state[i]
 
-    by_decay(plan, tile_refs, following_ref, much_ref, run)
+    by_decay(plan, tile_refs, following_ref, much_ref, run, halves=False)
 
     @pl.when(scalars.end[at] == 1 if plan.has_slots else pl.program_id(2) == chunks - 1)
     def _():
