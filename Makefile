@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall hybrid test test-thorough test-slow test-smoke test-aot lint types docs dist bench tpu-schedule conformance-peers hooks clean
+.PHONY: help demo recall hybrid generate test test-thorough test-slow test-smoke test-aot lint types docs dist bench tpu-schedule conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -31,6 +31,10 @@ recall: ## train every variant on associative recall, with and without its erase
 hybrid: ## load tiny published-style checkpoints as whole models and compare their logits, about 1 minute on 2 cores
 	$(install) examples
 	@$(python) examples/hybrid_from_checkpoint.py $(ARGS)
+
+generate: ## serve a queue of requests from one pool of states, with the demo's model if there is one, about 1 minute
+	$(install) examples
+	@$(python) examples/generate.py $(ARGS)
 
 test: ## run the tests, at most 12 minutes on 2 cores
 	$(install) test

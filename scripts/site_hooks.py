@@ -19,7 +19,13 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 ROOT = pathlib.Path(__file__).parents[1]
-PUBLIC = ("gated_delta", "gated_delta.checkpoints", "gated_delta.pallas", "gated_delta.testing")
+PUBLIC = (
+    "gated_delta",
+    "gated_delta.checkpoints",
+    "gated_delta.pallas",
+    "gated_delta.serving",
+    "gated_delta.testing",
+)
 REFERENCE = re.compile(r"^::: (\S+)$", re.MULTILINE)
 FETCHED = re.compile(
     r"""<(?:script|img|iframe|link)\b[^>]*\b(?:src|href)=["']?(?:https?:)?//|\burl\(["']?(?:https?:)?//|@import\b"""

@@ -215,65 +215,88 @@ class GatedDeltaMixer(eqx.Module):
     def _run(
         self, x: Float[Array, "*batch time model"], state: MixerState | None, rows: Rows | None, backend: Any
     ) -> tuple[Float[Array, "*batch time model"], MixerState]:
-        c, dtype = self.config, x.dtype
         documents = None if rows is None else rows.documents
         if rows is not None:
             x = rows.gather(x)
-        # What is not finite is taken out here and put back behind the operator, which knows what it spoils: a select
-        # lets no NaN through in the backward pass, the products of the layer would.
+        x, inputs, fine = self._project(x)
+        windows = (None, None, None) if state is None else (state.q_window, state.k_window, state.v_window)
+        convolved = [
+            self._convolve(conv, a, window, documents)
+            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
+        ]
+        (q, k, v), windows = zip(*convolved, strict=True)
+        q, k, v = self._split_heads(q, k, v, fine, x.dtype)
+        recurrent = None if state is None else state.recurrent
+        out, recurrent = self._operator(x, q, k, v, recurrent, documents, backend)
+        out = self._finish(x, out)
+        if rows is not None:
+            out = rows.scatter(out)
+        return out, MixerState(windows[0], windows[1], windows[2], recurrent)
+
+    def _project(self, x):
+        """`x` and the inputs of the three convolutions without the tokens that are not finite, and which are.
+
+        What is not finite is taken out here and put back behind the operator, which knows what it spoils: a select lets
+        no NaN through in the backward pass, the products of the layer would.
+        """
         fine = _finite(x)
         x = _only(fine, x)
         inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         fine = fine & _finite(inputs[0]) & _finite(inputs[1]) & _finite(inputs[2])
-        windows = (None, None, None) if state is None else (state.q_window, state.k_window, state.v_window)
-        convolved = [
-            self._convolve(conv, _only(fine, a), window, documents)
-            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
-        ]
-        (q, k, v), windows = zip(*convolved, strict=True)
-        q, k = (a.reshape(*x.shape[:-1], c.key_heads, c.key_dim) for a in (q, k))
-        v = jnp.where(fine[..., None, None], v.reshape(*x.shape[:-1], c.value_heads, c.value_dim), jnp.nan)
-        recurrent = None if state is None else state.recurrent
-        out, recurrent = self._operator(x, q, k, v.astype(dtype), recurrent, documents, backend)
+        return x, tuple(_only(fine, a) for a in inputs), fine
+
+    def _split_heads(self, q, k, v, fine, dtype):
+        """Convolved channels by heads, and a NaN for the operator at what was taken out."""
+        c, lead = self.config, q.shape[:-1]
+        q, k = (a.reshape(*lead, c.key_heads, c.key_dim) for a in (q, k))
+        v = jnp.where(fine[..., None, None], v.reshape(*lead, c.value_heads, c.value_dim), jnp.nan)
+        return q, k, v.astype(dtype)
+
+    def _finish(self, x, out):
+        """What follows the operator: norm, output gate, projection."""
         fine = jnp.all(jnp.isfinite(out), axis=(-2, -1))
         out = jnp.where(fine[..., None, None], out, jnp.zeros_like(out))
         if self.out_gate is None:
             out = self.out_norm(out)
         else:
             out = self.out_norm(out, self.out_gate(x), self.out_gate.activation)
-        out = self.o_proj(out.reshape(*x.shape[:-1], c.value_heads * c.value_dim))
-        out = jnp.where(fine[..., None], out, jnp.nan)
-        if rows is not None:
-            out = rows.scatter(out)
-        return out, MixerState(windows[0], windows[1], windows[2], recurrent)
+        out = self.o_proj(out.reshape(*x.shape[:-1], self.config.value_heads * self.config.value_dim))
+        return jnp.where(fine[..., None], out, jnp.nan)
 
     def _operator(self, x, q, k, v, state, documents, backend):
         """`gated_delta`, or `gated_delta_raw` where `backend` gains by it, with what this layer chose; and the state in
         the dtype it came in."""
-        is_raw, norm = self._is_raw(backend), self.config.variant.qk_norm
+        is_raw = self._is_raw(backend)
         if is_raw:
             q, k = (a.astype(operand_dtype(x.dtype)) for a in (q, k))  # float16 may not hold them before their norm
         else:
-            q, k = ((l2_normalize(a) if norm == "l2" else a).astype(x.dtype) for a in (q, k))
+            q, k = self._normalise(q, k, x.dtype)
         gates: Any = None if is_raw else self._gates(x)
         single = q.ndim == 3
         if single:
             x, q, k, v, gates, state = jax.tree.map(lambda a: a[None], (x, q, k, v, gates, state))
-        options: dict[str, Any] = dict(
+        options: dict[str, Any] = self._operator_options(v.dtype) | dict(
             initial_state=state,
             segment_ids=None if documents is None else documents.segment_ids,
             cu_seqlens=None if documents is None else documents.offsets,
-            scale=self.config.variant.scale,
-            inverse=self._inverse(v.dtype),
-            precision=self.config.precision,
             backend=backend,
         )
         if is_raw:
+            norm = self.config.variant.qk_norm
             out, final = gated_delta_raw(q, k, v, self._raw_gates(x), qk_norm=norm, **options)
         else:
             out, final = gated_delta(q, k, v, gates, **options)
         final = final if state is None else final.astype(state.dtype)
         return (out[0], final[0]) if single else (out, final)
+
+    def _normalise(self, q, k, dtype):
+        if self.config.variant.qk_norm == "l2":
+            q, k = l2_normalize(q), l2_normalize(k)
+        return q.astype(dtype), k.astype(dtype)
+
+    def _operator_options(self, dtype) -> dict[str, Any]:
+        c = self.config
+        return dict(scale=c.variant.scale, inverse=self._inverse(dtype), precision=c.precision)
 
     def _is_raw(self, backend) -> bool:
         """Whether `backend` activates gates itself, and knows what this layer's parts do."""
@@ -348,8 +371,10 @@ class GatedDeltaMixer(eqx.Module):
             came = getattr(state, name)
             came = None if came is None else tuple(came.shape)
             if came != shape:
+                layout = "Its axes are [..., value_heads, key_dim, value_dim], key axis first. "
                 raise ValueError(
                     f"`state.{name}` must have the shape {shape} for this call, but it is {came}. "
+                    f"{layout if name == 'recurrent' else ''}"
                     "`mixer.init_state(batch)` makes a state for a batch or for the documents of `cu_seqlens`, "
                     "`mixer.init_state()` one for a single sequence."
                 )

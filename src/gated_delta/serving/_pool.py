@@ -1,0 +1,195 @@
+"""The states of many requests in one set of arrays, read and written by slot."""
+
+from typing import Any, Generic, TypeVar
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int
+
+from gated_delta._layer import MixerState
+from gated_delta._types import check_float_dtype, is_concrete, no_type_check
+
+S = TypeVar("S")
+
+
+class StatePool(eqx.Module, Generic[S]):
+    """A fixed number of slots, each with the state of one request: of a layer, or of a whole model.
+
+    A value like any other: methods return a new pool. Under `jit` with the pool donated, `scatter` and `reset` write in
+    place; without, the pool that came stays as it is. New slots never recompile, a new number of rows does: fill up
+    with padding rows, whose slot is -1 (or anything else that is no slot). They read the first state and write nothing.
+
+    **Attributes:**
+
+    - `states`: the tree of states, every array with a leading axis of slots.
+    - `initial`: the state of a request before its first token, in the dtypes that `gather` returns.
+    - `checked`: whether traced slots that come twice raise in `scatter`.
+    """
+
+    states: S
+    initial: S
+    checked: bool = eqx.field(static=True)
+
+    @no_type_check
+    def __init__(self, initial: S, slots: int, *, recurrent_dtype: Any = None, checked: bool = False):
+        """**Arguments:**
+
+        - `initial`: the state of one request before its first token, as `mixer.init_state()` gives it: any pytree of
+            arrays, without an axis for the batch. It is copied.
+        - `slots`: how many requests have a place at once.
+        - `recurrent_dtype`: what the recurrent part of every `MixerState` in the tree is stored in, `jnp.bfloat16` for
+            half the memory. `gather` widens it and `scatter` rounds it, and nothing else rounds. `None`: as it is.
+        - `checked`: raise at run time, under `jit` too, where a slot comes twice in one `scatter`. It does not export.
+        """
+        if isinstance(slots, bool) or not isinstance(slots, int):
+            raise TypeError(
+                f"`StatePool` needs `slots` to be a Python int, since it is a shape, but a {type(slots).__name__} came."
+            )
+        if slots < 1:
+            raise ValueError(f"`StatePool(slots={slots})` must have at least 1 slot.")
+        if not jax.tree.leaves(initial):
+            raise ValueError("`StatePool` needs a state with at least one array: `mixer.init_state()` makes one.")
+        # Copies: donating the pool must not take the caller's arrays away, nor one array in two places.
+        self.initial = jax.tree_util.tree_map_with_path(_copy, initial)
+        stored = self.initial if recurrent_dtype is None else _store_recurrent(self.initial, recurrent_dtype)
+        self.states = jax.tree.map(lambda a: jnp.array(jnp.broadcast_to(a, (slots, *a.shape))), stored)
+        self.checked = checked
+
+    @property
+    def slots(self) -> int:
+        return jax.tree.leaves(self.states)[0].shape[0]
+
+    @no_type_check
+    def gather(
+        self, slots: Int[Array | np.ndarray, " rows"], fresh: Bool[Array | np.ndarray, " rows"] | None = None
+    ) -> S:
+        """The states in `slots`, every array with a leading axis of rows.
+
+        A row where `fresh` is true, and a padding row, gets the first state instead, whatever its slot holds, NaN
+        included. A slot may come twice: so a request is forked.
+
+        **Raises:** `TypeError` and `ValueError` for slots that are no `[rows]` integers, or `fresh` that is no `[rows]`
+        booleans.
+        """
+        slots = self._check_slots(slots)
+        real = _is_slot(slots, self.slots)
+        if fresh is not None:
+            real = real & ~_check_fresh(fresh, slots.shape[0])
+        index = jnp.where(real, slots, 0).astype(jnp.int32)
+
+        def read(stored, first):
+            rows = stored.at[index].get(mode="promise_in_bounds").astype(first.dtype)
+            return jnp.where(real.reshape(-1, *(1,) * first.ndim), rows, first[None])
+
+        return jax.tree.map(read, self.states, self.initial)
+
+    @no_type_check
+    def scatter(self, slots: Int[Array | np.ndarray, " rows"], states: S) -> "StatePool[S]":
+        """The pool with `states`, as `gather` returned them and a model went on from there, in `slots`.
+
+        Padding rows write nothing. No slot may come twice: concrete slots raise; traced ones raise if the pool is
+        `checked`, and otherwise leave one of the rows, or a mixture, in that slot, and nothing elsewhere.
+
+        **Raises:** as `gather`, and `ValueError` for states of another structure, shape or kind of dtype than the
+        pool's.
+        """
+        slots = self._check_slots(slots)
+        self._check_states(states, slots.shape[0])
+        index = self._target(slots)
+
+        def write(stored, rows):
+            return stored.at[index].set(rows.astype(stored.dtype), mode="drop", unique_indices=True)
+
+        return eqx.tree_at(lambda pool: pool.states, self, jax.tree.map(write, self.states, states))
+
+    @no_type_check
+    def reset(self, slots: Int[Array | np.ndarray, " rows"]) -> "StatePool[S]":
+        """The pool with the first state in `slots`, so that nothing of a finished request stays. As `scatter`.
+
+        Not needed for the next request, which is `fresh`.
+        """
+        rows = getattr(slots, "shape", (0,))[:1]
+        return self.scatter(slots, jax.tree.map(lambda a: jnp.broadcast_to(a, (*rows, *a.shape)), self.initial))
+
+    def _target(self, slots):
+        """Where each row is written: padding beyond the end, every row at a place of its own."""
+        twice = "`StatePool` needs slots that differ from row to row (-1 for padding), but one comes twice"
+        if is_concrete(slots):
+            values, counts = np.unique(np.asarray(slots), return_counts=True)
+            again = values[(counts > 1) & (values >= 0) & (values < self.slots)]
+            if again.size:
+                raise ValueError(f"{twice}: {again[0]}. Two rows of one request cannot both be what its slot holds.")
+        elif self.checked:
+            ordered = jnp.sort(slots)
+            same = (ordered[1:] == ordered[:-1]) & _is_slot(ordered[1:], self.slots)
+            slots = eqx.error_if(slots, same, f"{twice}.")
+        beyond = self.slots + jnp.arange(slots.shape[0], dtype=jnp.int32)
+        return jnp.where(_is_slot(slots, self.slots), slots, beyond.astype(slots.dtype)).astype(jnp.int32)
+
+    def _check_slots(self, slots):
+        if not isinstance(slots, (jax.Array, np.ndarray)) or not jnp.issubdtype(slots.dtype, jnp.integer):
+            came = f"dtype {slots.dtype}" if isinstance(slots, (jax.Array, np.ndarray)) else f"a {type(slots).__name__}"
+            raise TypeError(f"`slots` must be a JAX or NumPy array of integers, one for each row, but {came} came.")
+        if slots.ndim != 1:
+            raise ValueError(f"`slots` must be [rows], but its shape is {slots.shape}.")
+        if isinstance(slots, np.ndarray):  # before JAX cuts 64 bits to 32, which may make a slot of what is none
+            return np.where(_is_slot(slots, self.slots), slots, -1).astype(np.int32)
+        return slots.astype(jnp.int32) if slots.dtype.itemsize < 4 else slots
+
+    def _check_states(self, states, rows):
+        wanted = jax.tree_util.tree_flatten_with_path(self.initial)
+        came = jax.tree_util.tree_flatten_with_path(states)
+        if wanted[1] != came[1]:
+            raise ValueError(
+                f"`scatter` needs states of the pool's structure, {wanted[1]}, but {came[1]} came. Return what "
+                "`gather` gave, run further, in the same tree."
+            )
+        for (path, first), (_, new) in zip(wanted[0], came[0]):
+            name, shape = f"states{jax.tree_util.keystr(path)}", (rows, *first.shape)
+            if not isinstance(new, (jax.Array, np.ndarray)) or new.shape != shape:
+                raise ValueError(
+                    f"`scatter` needs `{name}` to be an array of the shape {shape}, since there are {rows} slots, but "
+                    f"{getattr(new, 'shape', type(new).__name__)} came. There is one slot for each row, -1 for padding."
+                )
+            floating = [jnp.issubdtype(dtype, jnp.floating) for dtype in (first.dtype, new.dtype)]
+            if new.dtype != first.dtype and not all(floating):
+                raise ValueError(
+                    f"`scatter` needs `{name}` to be {first.dtype}, as in the pool, but it is {new.dtype}."
+                )
+
+
+def _copy(path, leaf):
+    if not isinstance(leaf, (jax.Array, np.ndarray)):
+        raise TypeError(
+            f"`StatePool` needs a tree of arrays, but initial{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. "
+            "A number that changes belongs in an array, one that does not in the model."
+        )
+    return jnp.array(leaf)
+
+
+def _store_recurrent(initial, dtype):
+    dtype = jnp.dtype(dtype)
+    check_float_dtype("recurrent_dtype", dtype)
+
+    def is_state(x):
+        return isinstance(x, MixerState)
+
+    def store(x):
+        return eqx.tree_at(lambda s: s.recurrent, x, x.recurrent.astype(dtype)) if is_state(x) else x
+
+    if not any(is_state(x) for x in jax.tree.leaves(initial, is_leaf=is_state)):
+        raise ValueError("`recurrent_dtype` is for trees with a `MixerState`, but `initial` has none.")
+    return jax.tree.map(store, initial, is_leaf=is_state)
+
+
+def _check_fresh(fresh, rows):
+    if not isinstance(fresh, (jax.Array, np.ndarray)) or fresh.dtype != bool or fresh.shape != (rows,):
+        came = f"{fresh.dtype} {fresh.shape}" if isinstance(fresh, (jax.Array, np.ndarray)) else type(fresh).__name__
+        raise ValueError(f"`fresh` must be a boolean array with one entry for each of {rows} slots, but {came} came.")
+    return fresh
+
+
+def _is_slot(slots, count: int):
+    return (slots >= 0) & (slots < count)
