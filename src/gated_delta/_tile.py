@@ -168,7 +168,7 @@ def _product(a, b, contract, arithmetic) -> Array:
     """Differentiable `_dot`: with bfloat16 operands the cotangents' products round their operands too, never the
     result."""
     if arithmetic.is_rounding:
-        return cast(Array, _rounding_product(a, b, contract, arithmetic))
+        return cast(Array, _rounding_product(a.astype(jnp.float32), b.astype(jnp.float32), contract, arithmetic))
     return _dot(a, b, contract, arithmetic)
 
 
@@ -178,18 +178,17 @@ def _rounding_product(a, b, contract, arithmetic):
 
 
 def _rounding_product_fwd(a, b, contract, arithmetic):
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)  # what the products take, and half to keep
     return _dot(a, b, contract, arithmetic), (a, b)
 
 
 def _rounding_product_bwd(contract, arithmetic, residuals, d_out):
     a, b = residuals
     if contract == (-1, -2):
-        d_a, d_b = _dot(d_out, b, (-1, -1), arithmetic), _dot(a, d_out, (-2, -2), arithmetic)
-    elif contract == (-1, -1):
-        d_a, d_b = _dot(d_out, b, (-1, -2), arithmetic), _dot(d_out, a, (-2, -2), arithmetic)
-    else:
-        d_a, d_b = _dot(b, d_out, (-1, -1), arithmetic), _dot(a, d_out, (-1, -2), arithmetic)
-    return d_a.astype(a.dtype), d_b.astype(b.dtype)
+        return _dot(d_out, b, (-1, -1), arithmetic), _dot(a, d_out, (-2, -2), arithmetic)
+    if contract == (-1, -1):
+        return _dot(d_out, b, (-1, -2), arithmetic), _dot(d_out, a, (-2, -2), arithmetic)
+    return _dot(b, d_out, (-1, -1), arithmetic), _dot(a, d_out, (-1, -2), arithmetic)
 
 
 _rounding_product.defvjp(_rounding_product_fwd, _rounding_product_bwd)

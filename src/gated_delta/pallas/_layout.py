@@ -266,10 +266,17 @@ class Blocks:
         return pl.BlockSpec(shape, lambda b, h, c, *_: (b, h, chunk_of(c), 0, 0))
 
     def slot(self):
-        """`[batch, slots, owners, key_dim, width]`: the block of the slot that the chunk belongs to."""
+        """`[batch, slots, owners, key_dim, width]`: the block of the slot that the chunk belongs to.
+
+        With one buffer: it changes seldom, and two of these are a quarter of the memory.
+        """
         chunk_of, chunks = self.chunk_of, self.chunks
         shape = (1, 1, self.plan.sizes.owners, self.plan.key_dim, self.plan.width)
-        return pl.BlockSpec(shape, lambda b, h, c, slot, *_: (b, slot[b * chunks + chunk_of(c)], h, 0, 0))
+        return pl.BlockSpec(
+            shape,
+            lambda b, h, c, slot, *_: (b, slot[b * chunks + chunk_of(c)], h, 0, 0),
+            pipeline_mode=pl.Buffered(1),
+        )
 
 
 # ---- heads in a block ------------------------------------------------------------------------------------------------
