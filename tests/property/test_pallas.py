@@ -56,7 +56,7 @@ def test_a_bounded_gate_has_one_path():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("residuals", ["all", "none"])
+@pytest.mark.parametrize("residuals", ["states", "none"])
 def test_what_is_kept_for_the_backward_pass_changes_nothing(residuals):
     problem = PROBLEMS["gdn"]
     kernel = PallasTPU(KERNEL.config, residuals=residuals, interpret=True)
