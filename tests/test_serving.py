@@ -99,6 +99,7 @@ def test_rows_are_read_and_written_by_slot_and_padding_touches_nothing():
         assert_equal(row_of(read, row), pool.initial)
     fork = take(after, np.zeros(7, int))
     assert_equal(row_of(fork, 6), row_of(states, 2))
+    assert not any(a.weak_type for a in jax.tree.leaves((pool, after)))  # a second program would be compiled
     assert_equal(StatePool(jnp.arange(2), 300).gather(np.array([200, 255], np.uint8)), np.array([[0, 1]] * 2))
 
 

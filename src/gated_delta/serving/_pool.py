@@ -54,11 +54,12 @@ class StatePool(eqx.Module, Generic[S]):
         # Copies: donating the pool must not take the caller's arrays away, nor one array in two places.
         self.initial = jax.tree_util.tree_map_with_path(_copy, initial)
         stored = self.initial if recurrent_dtype is None else _store_recurrent(self.initial, recurrent_dtype)
-        self.states = jax.tree.map(lambda a: jnp.array(jnp.broadcast_to(a, (slots, *a.shape))), stored)
+        self.states = jax.tree.map(lambda a: jnp.broadcast_to(a, (slots, *a.shape)), stored)
         self.checked = checked
 
     @property
     def slots(self) -> int:
+        """How many there are."""
         return jax.tree.leaves(self.states)[0].shape[0]
 
     @no_type_check
@@ -135,6 +136,7 @@ class StatePool(eqx.Module, Generic[S]):
         if slots.ndim != 1:
             raise ValueError(f"`slots` must be [rows], but its shape is {slots.shape}.")
         if isinstance(slots, np.ndarray):  # before JAX cuts 64 bits to 32, which may make a slot of what is none
+            slots = slots.astype(np.int64)
             return np.where(_is_slot(slots, self.slots), slots, -1).astype(np.int32)
         return slots.astype(jnp.int32) if slots.dtype.itemsize < 4 else slots
 
@@ -166,7 +168,7 @@ def _copy(path, leaf):
             f"`StatePool` needs a tree of arrays, but initial{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. "
             "A number that changes belongs in an array, one that does not in the model."
         )
-    return jnp.array(leaf)
+    return jnp.array(leaf, jnp.result_type(leaf))  # never weakly typed: what a program returns would be another type
 
 
 def _store_recurrent(initial, dtype):

@@ -59,6 +59,7 @@ class ReplayState(eqx.Module):
 
     @property
     def capacity(self) -> int:
+        """How many records there is room for."""
         return self.fine.shape[-1]
 
 
