@@ -121,9 +121,14 @@ def rubbish_in_padding(self, x, more):
     return np.pad(x, [(0, 0), (0, 0), (0, more), (0, 0)], constant_values=1e30)
 
 
+def one_state_a_row(arguments):
+    """Whether documents are packed by ids that share the state of their row."""
+    return arguments.get("segment_ids") is not None and arguments.get("num_segments") is None
+
+
 def boundary_not_passed_on(self, arguments, batch, time):
     found = Plain.documents(self, arguments, batch, time)
-    if arguments.get("segment_ids") is None or arguments.get("num_segments") is not None:
+    if not one_state_a_row(arguments):
         return found
     ids = np.asarray(arguments["segment_ids"])
     return [
@@ -438,6 +443,21 @@ def padding_is_a_token(self, arguments, batch, time):
     return Plain.documents(self, {**arguments, "segment_ids": filled}, batch, time)
 
 
+def packed_rows_begin_empty(self, arguments, dims):
+    return Plain.entry(self, arguments, dims) * (not one_state_a_row(arguments))
+
+
+def boundary_at_a_chunk_start_missed(self, arguments, batch, time):
+    if not one_state_a_row(arguments):
+        return Plain.documents(self, arguments, batch, time)
+    ids = np.array(arguments["segment_ids"])
+    for start in range(self.chunk, time, self.chunk):
+        for row in ids:
+            if row[start - 1] >= 0 and row[start] >= 0:
+                row[row == row[start]] = row[start - 1]
+    return Plain.documents(self, {**arguments, "segment_ids": ids}, batch, time)
+
+
 def random_order(self, state, tile):
     out, after, kept = Plain.forward(self, state, tile)
     return out * (1 + 1e-6 * np.random.default_rng().standard_normal()), after, kept
@@ -497,6 +517,8 @@ OWN = {
     "truncated series": Bug("chunk_inverse", {"inverse": truncated_series}),
     "reset in the first chunk only": Bug("packing", {"documents": reset_in_the_first_chunk_only}),
     "documents share one state": Bug("packing", {"documents": documents_share_states}),
+    "packed rows begin with an empty state": Bug("packing", {"entry": packed_rows_begin_empty}),
+    "boundary at the start of a chunk missed": Bug("packing", {"documents": boundary_at_a_chunk_start_missed}),
     "states of documents in reverse": Bug("packing", {"finish": states_in_reverse}),
     "scratch not cleared": Bug("unwritten_memory", {"begin": scratch_not_cleared}),
     "sum over a parallel axis": Bug("no_leak_between_rows", {"finish": sum_over_rows}),

@@ -1,10 +1,12 @@
 """Bugs planted in a plain implementation: the law that names each finds it; nothing is found where there is none."""
 
 import collections
+import dataclasses
 
 import numpy as np
 import pytest
 
+from gated_delta import variants
 from gated_delta.testing import (
     LAWS,
     LAYOUTS,
@@ -18,10 +20,11 @@ from gated_delta.testing import (
     expected,
     plain,
 )
-from gated_delta.testing._conformance import ask_law
+from gated_delta.testing._conformance import ask_law, limited
 
 from .plain import Plain
 from .planted import FROM_REPORTS, OWN, TRACED
+from .test_strategies import draws
 
 BUGS = {**FROM_REPORTS, **OWN}
 RIGHT = Implementation(
@@ -49,6 +52,57 @@ def test_the_law_that_names_a_bug_of_a_traced_function_finds_it(name):
     subject = Implementation(name, Capabilities(gradients=False), subject.run, function)
     for outcome in outcomes(law, lambda: subject):
         assert outcome.status == "failed", f"{law} passed {outcome.examples} examples"
+
+
+PACKED_BUGS = ("packed rows begin with an empty state", "boundary at the start of a chunk missed")
+ONE = (variants.gdn, variants.kda, variants.gdn2)
+
+
+@pytest.mark.parametrize("variant", ONE, ids=("gdn", "kda", "gdn2"))
+@pytest.mark.parametrize("name", PACKED_BUGS)
+def test_a_kernel_of_one_variant_that_takes_ids_alone_is_found_out_too(name, variant):
+    offered = Capabilities.of(variant, packing=("ids",))
+    for outcome in outcomes("packing", lambda: dataclasses.replace(BUGS[name].plant(name), capabilities=offered)):
+        assert outcome.status == "failed", f"packing passed {outcome.examples} examples"
+
+
+CANNOT_HAVE = {
+    "tiles in turn": ONE,
+    "erase and write swapped": ONE[:2],
+    "write gate forgotten": ONE[:2],
+    "decays per channel in bfloat16": ONE[:1],
+    "gradient of beta from its erase alone": ONE[2:],
+    "gates of the key head for value heads": ONE[2:],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ONE, ids=("gdn", "kda", "gdn2"))
+@pytest.mark.parametrize("name", BUGS)
+def test_every_bug_that_a_kernel_of_one_variant_can_have_is_found(name, variant):
+    subject = limited(BUGS[name].plant(name), [variant], x64=False)
+    laws = dict.fromkeys((BUGS[name].law, "recurrence", "shapes"))
+    found = any(ask_law(LAWS[law], subject, max_examples=100, shrink=False).status == "failed" for law in laws)
+    assert found == (variant not in CANNOT_HAVE.get(name, ()))
+
+
+@pytest.mark.parametrize("variant", ONE, ids=("gdn", "kda", "gdn2"))
+def test_packed_problems_of_one_variant_have_a_state_several_rows_and_documents_that_begin_with_a_chunk(variant):
+    for way in ("ids", "slots", "offsets"):
+        subject = dataclasses.replace(RIGHT, capabilities=Capabilities.of(variant, packing=(way,)))
+        drawn = [case["problem"] for case in draws(LAWS["packing"].cases(subject), 100)]
+        hard = [p for p in drawn if p.state and (p.batch > 1 or way == "offsets")]
+        begins = [np.flatnonzero(np.diff(row, prepend=-2)) for p in hard for row in p.segment_ids]
+        assert max(p.time for p in hard) > 64 and any((begin % 16).any() for begin in begins)
+        assert all(any(size in begin for begin in begins) for size in (16, 64)), way
+
+
+@pytest.mark.parametrize("variant", ONE, ids=("gdn", "kda", "gdn2"))
+def test_without_a_bug_a_kernel_of_one_variant_passes(variant):
+    subject = dataclasses.replace(RIGHT, capabilities=Capabilities.of(variant))
+    for seed in range(3):
+        report = ask(subject, only=["packing", "resume_documents", "zero_length"], max_examples=2, seed=seed)
+        assert {outcome.status for outcome in report.outcomes} == {"passed"}, report
 
 
 def test_there_are_enough_bugs_and_every_law_names_one():

@@ -175,11 +175,17 @@ class Capabilities(Readable):
         if sum(layout.documents is None for layout in pool) < 5:
             lent = [self.fit(dataclasses.replace(LAYOUTS[i], gates=next(kinds))) for i in _SIZES]
             pool += [layout for layout in lent if layout is not None]
-        if self.packing and not any(layout.documents is not None for layout in pool):
-            lent = [self.fit(dataclasses.replace(layout, gates=next(kinds))) for layout in PACKED_LAYOUTS]
-            pool += [layout for layout in lent if layout is not None]
+        for hard in filter(self._is_hard, PACKED_LAYOUTS):  # every way of packing needs one
+            found = any(self._is_hard(layout) and layout.packing == hard.packing for layout in pool)
+            lent = None if found else self.fit(dataclasses.replace(hard, gates=next(kinds)))
+            pool += [] if lent is None else [lent]
         pool.sort(key=lambda layout: layout.documents is not None)
         return tuple(dict.fromkeys(pool))
+
+    def _is_hard(self, layout: RandomProblem) -> bool:
+        """Whether packed documents of it cross chunks of 64 tokens, in several rows and with a state if they may."""
+        rows = layout.batch > 1 or layout.packing == "offsets"
+        return layout.documents is not None and layout.time > 64 and rows and (layout.state or not self.state)
 
     def decays(self, families: tuple[str, ...] = DECAY_FAMILIES) -> list[str]:
         """Those families of log decays that stay within `max_decay`."""

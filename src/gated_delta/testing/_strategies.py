@@ -56,9 +56,9 @@ LAYOUTS: tuple[RandomProblem, ...] = (
 
 PACKED_LAYOUTS: tuple[RandomProblem, ...] = (
     RandomProblem(time=8, gates=_GDN, documents=((),)),
-    _with(_GROUPED, time=40, batch=2, gates=_with(_KDA, owner="key"), documents=((), ())),
+    _with(_GROUPED, time=70, batch=2, gates=_with(_KDA, owner="key"), documents=((), ())),
     RandomProblem(batch=2, time=70, key_dim=4, value_dim=3, gates=_GDN2, documents=((), ()), packing="slots", slots=5),
-    _with(_GROUPED, time=40, batch=2, gates=_with(_GDN, erase_max=2.0), documents=((), ()), packing="slots", slots=5),
+    _with(_GROUPED, time=70, batch=2, gates=_with(_GDN, erase_max=2.0), documents=((), ()), packing="slots", slots=5),
     _with(_GROUPED, time=70, key_heads=1, gates=_SLA, documents=((0,) * 5,), packing="offsets"),
     RandomProblem(time=40, key_dim=6, value_dim=3, gates=RandomGates("tile", write="head"), documents=((),)),
 )

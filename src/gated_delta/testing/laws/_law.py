@@ -74,8 +74,10 @@ def some_problems(
         return "packed documents are not offered"
     pool = [layout for layout in pool if where(layout)][:at_most]
     families = offered.decays(log_decays)
-    if not pool or not families:
-        return "no problem of this kind is offered"
+    if not families:
+        return f"log decays that are {', '.join(log_decays)} are not offered"
+    if not pool:
+        return "the toolkit has no problem of this kind with what is offered"
     drawn = problems(
         layouts=pool, dtypes=[dtype or offered.dtypes[0]], keys=keys, log_decays=families, strengths=strengths
     )
@@ -95,12 +97,18 @@ def fill_up(problem: RandomProblem, offered: Capabilities) -> RandomProblem:
 
 
 def cut_up(problem: RandomProblem, seed: int = 0) -> RandomProblem:
-    """The problem with its rows cut anew, at random places, into as many documents as have own states, or 3."""
+    """The problem with its rows cut anew into as many documents as have own states, or 3.
+
+    Half of the cuts are anywhere, half where chunks of 16 or 64 tokens begin.
+    """
     assert problem.documents is not None
     rng, rows = np.random.default_rng((problem.seed, seed)), []
     for row in problem.documents:
         count = {"ids": 3, "slots": problem.slots or 0, "offsets": len(row)}[problem.packing]
-        cuts = np.sort(rng.integers(0, problem.time + 1, max(count - 1, 0)))
+        cuts = rng.integers(0, problem.time + 1, max(count - 1, 0))
+        chunks = rng.choice([size for size in (16, 64) if size < problem.time] or [1], cuts.shape)
+        cuts = np.sort(np.where(rng.uniform(size=cuts.shape) < 0.5, -(-cuts // chunks) * chunks, cuts))
+        cuts = np.minimum(cuts, problem.time)
         rows.append(tuple(int(n) for n in np.diff([0, *cuts, problem.time])) if count else ())
     return dataclasses.replace(problem, documents=tuple(rows))
 

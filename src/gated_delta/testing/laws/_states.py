@@ -28,6 +28,15 @@ def _with_states(subject, *conditions, **options):
     return some_problems(subject, lambda layout: layout.state and all(c(layout) for c in conditions), **options)
 
 
+def _own_states(subject, *ways):
+    """Packed documents that each have a state, given in one of these ways."""
+    if not set(ways) & set(subject.capabilities.packing):
+        arguments = {"slots": "`segment_ids` with `num_segments`", "offsets": "`cu_seqlens`"}
+        given = " or ".join(arguments[way] for way in ways)
+        return f"packed documents with a state each ({given}) are not offered"
+    return _with_states(subject, lambda layout: layout.packing in ways, packed=True)
+
+
 @law(
     "A sequence cut anywhere, its state handed on, is the whole sequence; gradients come back through the state.",
     r"f(x_{1:T}, S_0) = \big(o_{1:t} \,\|\, o_{t+1:T},\; S_T\big), \quad "
@@ -58,9 +67,7 @@ def resume(subject, problem, cut):
     "Packed documents with states of their own may be cut anywhere too; others are padding meanwhile.",
     r"(o, S, \bar x)^{(d)} \text{ in two calls are those of one, for every document } d",
     lambda subject: and_then(
-        "padding is not offered"
-        if not subject.capabilities.padding
-        else _with_states(subject, lambda layout: layout.packing == "slots", packed=True),
+        "padding is not offered" if not subject.capabilities.padding else _own_states(subject, "slots"),
         cut=lambda problem: st.integers(0, problem.time),
     ),
 )
@@ -141,7 +148,7 @@ def state_layout(subject, problem, row, column):
 
 def _empty_documents(subject):
     offered = subject.capabilities
-    problem = _with_states(subject, lambda layout: layout.packing != "ids", packed=True)
+    problem = _own_states(subject, "slots", "offsets")
 
     def emptied(problem):
         count = problem.slots if problem.packing == "slots" else len(problem.documents[0])
