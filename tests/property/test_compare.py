@@ -54,21 +54,25 @@ def test_errors_are_relative_to_the_root_mean_square_and_counted_in_budgets():
     assert relative_error(wanted, wanted, KDA) == 0
     for name in wanted:
         off = {**wanted, name: wanted[name] * (1 + 3e-5)}
-        if name != "d_log_decay":
+        if name not in ("d_log_decay", "d_erase"):
             np.testing.assert_allclose(relative_error(off, wanted, KDA), 3, rtol=1e-6)
         with pytest.raises(AssertionError, match=f"`{name}` is off by"):
             assert_close({**wanted, name: wanted[name] * 1.1}, wanted, KDA)
 
 
-def test_only_the_gradient_of_log_decay_has_a_floor():
-    """0.01 * (RMS(q * d_q) + RMS(k * d_k))."""
+def test_only_the_gradients_of_log_decay_and_of_a_tied_beta_have_a_floor():
+    """0.01 * (RMS(q * d_q) + RMS(k * d_k)), and 0.1 * RMS(v . d_v)."""
     wanted = expected(KDA)
     arguments = KDA.arguments()
     floor = 0.01 * sum(np.sqrt(np.mean((arguments[name] * wanted[f"d_{name}"]) ** 2)) for name in "qk")
     tiny = {**wanted, "d_log_decay": 0 * wanted["d_log_decay"]}
     off = {**tiny, "d_log_decay": tiny["d_log_decay"] + 2e-5 * floor}
     np.testing.assert_allclose(relative_error(off, tiny, KDA), 2, rtol=1e-6)
-    for name in ("d_erase", "d_v", "out"):
+    floor = 0.1 * np.sqrt(np.mean(np.sum(arguments["v"] * wanted["d_v"], axis=-1) ** 2))
+    tiny = {**wanted, "d_erase": 0 * wanted["d_erase"]}
+    off = {**tiny, "d_erase": tiny["d_erase"] + 2e-5 * floor}
+    np.testing.assert_allclose(relative_error(off, tiny, KDA), 2, rtol=1e-6)
+    for name in ("d_q", "d_v", "out"):
         zero = {**wanted, name: 0 * wanted[name]}
         assert relative_error({**zero, name: zero[name] + 1e-9}, zero, KDA) > 1e6
 
@@ -88,8 +92,22 @@ def test_what_is_not_finite_is_far_off_by_a_finite_number(bad):
     off = {**wanted, "d_k": np.full_like(wanted["d_k"], bad)}
     error = relative_error(off, wanted, KDA)
     assert 1e6 < error < np.inf
-    with pytest.raises(AssertionError, match="`d_k`"):
+    with pytest.raises(AssertionError, match=r"`d_k` is not finite: 36 of 36 are .*: out 0, .* d_k not finite"):
         assert_close(off, wanted, KDA)
+    off["out"] = wanted["out"].copy()
+    off["out"][0, 4:, 0, 1] = bad
+    where = r"`out` is not finite: 5 of 27 are NaN or infinite, the first at \(0, 4, 0, 1\)\."
+    with pytest.raises(AssertionError, match=where):
+        assert_close(off, wanted, KDA)
+
+
+def test_a_failure_names_outputs_first_and_the_first_token_that_is_off():
+    problem = dataclasses.replace(KDA, batch=2)
+    wanted = expected(problem)
+    out = wanted["out"].copy()
+    out[0, 7], out[1, 5, 0, 2] = 4, 3
+    with pytest.raises(AssertionError, match=r"`out` is off by .* At \(1, 5, 0, 2\), the first, there is 3 instead of"):
+        assert_close({**wanted, "out": out, "d_k": 9 * wanted["d_k"]}, wanted, problem)
 
 
 def test_results_must_have_the_same_names_and_shapes():

@@ -247,6 +247,31 @@ def test_nothing_asked_is_nothing_passed():
         check_backend(nearly, only=["packing"])
 
 
+def test_results_of_another_kind_are_said_in_words_of_the_kernel():
+    def said(function, law="recurrence", **offered):
+        subject = plain(function, capabilities=Capabilities.from_signature(function, **offered))
+        outcome = ask(subject, only=[law], max_examples=5).outcomes[0]
+        assert outcome.status == "failed"
+        return outcome.message
+
+    def alone(q, k, v):
+        return v
+
+    assert "alone returned no final state: return `(out, final_state)`, or offer none" in said(alone)
+    assert "`capabilities=Capabilities.from_signature(alone, final_state=False)`" in said(alone)
+    assert "`out` is off by" in said(alone, final_state=False, gradients=False)
+    assert "function returned NoneType, but `out` or `(out, final_state)` is expected" in said(lambda q, k, v: None)
+
+    def in_float32(q, k, v, *, log_decay, beta):
+        gates = Gates.tied(beta, log_decay, erase_max=2.0)
+        out, state = gated_delta(q, k, v, gates)
+        return out.astype(jnp.float32), state
+
+    message = said(in_float32, "dtypes", dtypes=("bfloat16",))
+    assert message.startswith("`out` is float32, but must have the dtype of v, bfloat16: cast it, or offer `Capab")
+    assert "`final_state` has shape (1, 1), but must have (1, 1, 2, 2)." in said(lambda q, k, v: (v, v[:, 0, :, 0]))
+
+
 def test_an_exception_is_a_failure_and_an_unimplemented_case_is_not():
     def raises(q, k, v):
         raise RuntimeError("no such tile")

@@ -266,16 +266,37 @@ def assert_close(
 
     `arguments` hold `q` and `k` where they are not those of `problem`.
 
-    **Raises:** `AssertionError` that names the array, the error in budgets, the budget, and the problem.
+    **Raises:** `AssertionError` that names an array, its error in budgets, the budget, where it is off first, and the
+        problem. It names the outputs if they are off, else the state, else the worst gradient.
     """
     errors = _errors(actual, expected, problem, arguments)
-    name = max(errors, key=lambda name: errors[name])
-    if errors[name] > 1:
+    wrong = [name for name, error in errors.items() if error > 1]
+    if not wrong:
+        return
+    name = next((name for name in ("out", "final_state") if name in wrong), max(wrong, key=lambda name: errors[name]))
+    got, want = (np.asarray(x[name]).astype(np.float64) for x in (actual, expected))
+    if np.isfinite(got).all():
         limit = budget(problem, np.asarray(actual[name]).dtype)
-        raise AssertionError(
-            f"`{name}` is off by {errors[name] * limit:.2g}: {errors[name]:.3g} times its budget of {limit:g}. All, in "
-            f"budgets: {', '.join(f'{key} {error:.2g}' for key, error in errors.items())}. Problem: {problem!r}"
+        index = _first(np.abs(got - want) > limit * _rms(want), name)
+        said = (
+            f"is off by {errors[name] * limit:.2g}: {errors[name]:.3g} times its budget of {limit:g}. "
+            f"At {index}, the first, there is {got[index]:.6g} instead of {want[index]:.6g}."
         )
+    else:
+        bad = ~np.isfinite(got)
+        said = f"is not finite: {bad.sum()} of {got.size} are NaN or infinite, the first at {_first(bad, name)}."
+    every = ", ".join(
+        f"{key} {error:.2g}" if np.isfinite(np.asarray(actual[key]).astype(np.float64)).all() else f"{key} not finite"
+        for key, error in errors.items()
+    )
+    raise AssertionError(f"`{name}` {said} All, in budgets: {every}. Problem: {problem!r}")
+
+
+def _first(bad: np.ndarray, name: str) -> tuple[int, ...]:
+    """The index of what is bad first: in time, where the array has a time axis."""
+    found = np.argwhere(bad)
+    first = 0 if name.endswith("_state") or bad.ndim < 2 else np.argmin(found[:, 1])
+    return tuple(int(i) for i in found[first])
 
 
 _INFINITE = 1e12  # an error that is no number: finite, for `hypothesis.target`

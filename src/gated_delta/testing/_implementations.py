@@ -17,7 +17,7 @@ from gated_delta._op import gated_delta, gated_delta_step
 from ._capabilities import Capabilities
 from ._compare import results, why_not
 from ._random import RandomProblem
-from ._run import GATES, Results, differentiated, forward_only, in_numpy, named, split
+from ._run import GATES, Results, check_results, differentiated, forward_only, in_numpy, named, split
 
 Framework = Literal["jax", "numpy", "torch"]
 
@@ -107,8 +107,8 @@ def plain(
 
     It may have the parameters `q`, `k`, `v`, `log_decay`, `erase`, `write` (or `beta` for a tied gate), each
     `[batch, time, heads, dim]`; `initial_state`, `segment_ids`, `num_segments`, `cu_seqlens` and `scale` as in
-    `gated_delta`. It returns `out`, or `(out, final_state)`. What its signature does not have is not asked of it,
-    unless `capabilities` say otherwise.
+    `gated_delta`. It returns `(out, final_state)`, or `out` where `capabilities` offer no final state. What its
+    signature does not have is not asked of it, whatever `capabilities` say.
 
     - `framework`: whose arrays it takes. A function of `"jax"` is compiled and differentiated by JAX, one of `"torch"`
         by torch; one of `"numpy"` has no gradients.
@@ -241,7 +241,7 @@ def _call_as_tokamax(function, arrays, options, *, lower_bound):
 def _adapt(function, capabilities, framework, name, translate, step) -> Implementation:
     if framework not in ("jax", "numpy", "torch"):
         raise ValueError(f"`framework={framework!r}` must be 'jax', 'numpy' or 'torch'.")
-    name = name or getattr(function, "__qualname__", None) or type(function).__name__
+    name = name or _name(function)
 
     def call(q, k, v, gates, **options):
         arrays = {"q": q, "k": k, "v": v, **_gate_arrays(gates)}
@@ -249,12 +249,28 @@ def _adapt(function, capabilities, framework, name, translate, step) -> Implemen
             arrays["initial_state"] = options["initial_state"]
         options = {name: x for name, x in options.items() if x is not None and name != "initial_state"}
         result = translate(function, arrays, {**options, **({"tied": True} if gates.is_tied else {})})
-        return result if isinstance(result, tuple) else (result, None)
+        out, final = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
+        if not hasattr(out, "shape"):
+            raise TypeError(f"{name} returned {type(out).__name__}, but `out` or `(out, final_state)` is expected.")
+        if final is None and capabilities.final_state:
+            raise TypeError(
+                f"{name} returned no final state: return `(out, final_state)`, or offer none, "
+                f"`capabilities=Capabilities.from_signature({name}, final_state=False)`."
+            )
+        return out, final
 
     if framework == "jax":
         run = differentiated(call) if capabilities.gradients else forward_only(call)
         return Implementation(name, capabilities, run, call, step=step)
     return Implementation(name, capabilities, _in_torch(call) if framework == "torch" else _in_numpy(call), step=step)
+
+
+def _name(function: Any) -> str:
+    """What a line of Python may call it."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__qualname__", None) or type(function).__name__
+    return name.rpartition("<locals>.")[2].replace("<lambda>", "function")
 
 
 def _gate_arrays(gates) -> dict[str, Any]:
@@ -296,6 +312,7 @@ def _in_torch(call):
             **{name: tensor(x) for name, x in other.items()},
             **dict(static),
         )
+        check_results(out, final, cotangents)
         loss = (out * tensor(cotangents[0])).sum()
         if final is not None:
             loss = loss + (final * tensor(cotangents[1])).sum()

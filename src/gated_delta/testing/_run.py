@@ -46,6 +46,7 @@ def differentiated(call: Callable[..., tuple[Any, Any]]) -> Callable[..., Result
     def compiled(static):
         def run(traced, other, cotangents):
             (out, final), pull = jax.vjp(lambda traced: call(**traced, **other, **dict(static)), traced)
+            check_results(out, final, cotangents)
             (gradients,) = pull((cotangents[0], None if final is None else cotangents[1]))
             return named(out, final) | named_gradients(gradients)
 
@@ -73,6 +74,21 @@ def forward_only(call: Callable[..., tuple[Any, Any]]) -> Callable[..., Results]
             return in_numpy(compiled(static)(jax.tree.map(jnp.asarray, traced), other))
 
     return run
+
+
+def check_results(out: Any, final: Any, cotangents: tuple[Any, Any]):
+    """Results have the shapes and dtypes of their cotangents, or nothing can be differentiated."""
+    for name, x, cotangent, of in (("out", out, cotangents[0], "v"), ("final_state", final, cotangents[1], "states")):
+        if x is None:
+            continue
+        if tuple(x.shape) != tuple(cotangent.shape):
+            raise AssertionError(f"`{name}` has shape {tuple(x.shape)}, but must have {tuple(cotangent.shape)}.")
+        dtype, promised = str(x.dtype).removeprefix("torch."), str(cotangent.dtype)
+        if dtype != promised:
+            raise AssertionError(
+                f"`{name}` is {dtype}, but must have the dtype of {of}, {promised}: cast it, or offer "
+                f"`Capabilities(dtypes=({dtype!r},))`."
+            )
 
 
 def named(out, final) -> dict[str, Any]:
