@@ -127,6 +127,54 @@ def test_a_plain_functions_signature_says_what_it_offers():
     assert implementation(lambda q, k, v: (v, None)).capabilities == none
 
 
+def test_capabilities_add_nothing_to_what_a_signature_takes():
+    subject = implementation(nearly, Capabilities.of("gdn", dtypes=("float32",)))
+    assert subject.capabilities == Capabilities.of(
+        variants.gdn, dtypes=("float32",), packing=(), scale=False, state=True
+    )
+    apart = plain(lambda q, k, v, log_decay, erase, write: None, capabilities=Capabilities.of("kda"))
+    assert apart.capabilities.tied == (True,)
+    anything = plain(lambda **arrays: None, capabilities=Capabilities()).capabilities
+    assert anything == Capabilities()
+    with pytest.raises(
+        ValueError, match=r"offer erase=\('none',\), but a function of `q, k, v, log_decay, beta, initial"
+    ):
+        plain(nearly, capabilities=Capabilities.of("gla"))
+
+
+def test_a_signature_of_others_is_refused_with_its_adapter():
+    def kda(q, k, v, g, beta, initial_state=None):
+        return v
+
+    known = (
+        "q, k, v, log_decay, erase, write, beta, initial_state, segment_ids, num_segments, cu_seqlens, scale by name"
+    )
+    with pytest.raises(TypeError, match=rf"`kda` has the parameter `g`, which no problem gives: .* {known}\. Wrap it"):
+        check_backend(kda)
+    with pytest.raises(TypeError, match=r"`fla_style\(kda, framework=\"jax\"\)`"):
+        check_backend(kda)
+    with pytest.raises(TypeError, match="has the parameter `gate`"):
+        implementation(lambda q, k, v, *, gate=None: v)
+    with pytest.raises(TypeError, match="has the parameter `b`"):
+        plain(lambda q, k, v, b: v, capabilities=Capabilities())
+    fine = implementation(lambda q, k, v, *, chunk=64, **others: v)  # `chunk` has a default
+    assert fine.capabilities.scale
+
+
+def test_without_torch_an_adapter_for_it_says_what_else_there_is(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ImportError, match=r'torch is not installed: .* `fla_style\(..., framework="jax"\)`'):
+        fla_style(in_fla)
+
+
+def test_what_cannot_be_called_refuses_nothing():
+    def broken(q, k, v, *, initial_state=None):
+        raise TypeError("an operand is missing")
+
+    outcome = ask(plain(broken), only=["refusals"], max_examples=2).outcomes[0]
+    assert outcome.status == "failed" and outcome.message == "TypeError: an operand is missing"
+
+
 def test_a_numpy_function_has_no_gradients_and_is_told_so():
     def cumulative(q, k, v):
         states = np.cumsum(k[..., :, None] * v[..., None, :], axis=1)
@@ -292,6 +340,10 @@ def test_what_cannot_be_checked_is_refused():
         check_backend(3)
     with pytest.raises(ValueError, match=r"There is no law 'recurence'\. The laws are: recurrence, gradients"):
         check_backend(Recurrent(), only=["recurence"])
+    with pytest.raises(TypeError, match=r"Laws are named in a list, \['scale'\], but the word 'scale' came"):
+        check_backend(Recurrent(), only="scale")
+    with pytest.raises(TypeError, match=r"'gdm' is no variant: give a `Variant`, or the name of one, delta_net, gdn, "):
+        check_backend(Recurrent(), variants=["gdm"])
     with pytest.raises(ValueError, match=r"in_tokamax offers no gate of these variants: nothing is left of decay"):
         check_backend(tokamax_style(in_tokamax), variants=[variants.gdn])
 

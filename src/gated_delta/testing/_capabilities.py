@@ -8,12 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from gated_delta import variants as _variants
 from gated_delta._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity
 from gated_delta._variant import Variant
 
 from ._random import DECAY_FAMILIES, Packing, RandomGates, RandomProblem, Readable
 from ._strategies import LAYOUTS, PACKED_LAYOUTS
 
+_GIVEN = (
+    *("q", "k", "v", "log_decay", "erase", "write"),
+    *("initial_state", "segment_ids", "num_segments", "cu_seqlens", "scale"),
+)
+_OF_OTHERS = ("g", "gate", "a_log", "query")  # which say that the signature is another one, with a default or without
 _SMALLEST = {"zero": 0, "tiny": 1e-6, "mild": 0.2, "bounded": 5, "strong": 30, "one_fast": 60, "huge": 1e4, "vast": 1e9}
 _SIZES = (1, 2, 4, 5, 11, 12)  # of `LAYOUTS`, lent to an implementation whose gates few layouts have
 
@@ -76,11 +82,13 @@ class Capabilities(Readable):
                 object.__setattr__(self, field.name, tuple(value))
 
     @classmethod
-    def of(cls, *variants: Variant, **others: Any) -> "Capabilities":
+    def of(cls, *variants: Variant | str, **others: Any) -> "Capabilities":
         """Only the gates of these variants; `others` are further fields.
 
-        Owners are those of the variants: a key-owned gate and a value-owned one have one shape without groups.
+        A variant is a record or the name of one, `"kda"`. Owners are those of the variants: a key-owned gate and a
+        value-owned one have one shape without groups. A kernel that takes both says `owner=("key", "value")`.
         """
+        variants = tuple(map(_variant, variants))
         if not variants:
             raise ValueError("`Capabilities.of` needs at least one `Variant`, such as `gated_delta.variants.kda`.")
         gates = [gates_of(variant) for variant in variants]
@@ -90,20 +98,11 @@ class Capabilities(Readable):
 
     @classmethod
     def from_signature(cls, function: Callable, **others: Any) -> "Capabilities":
-        """What the parameters of a plain function say: see `plain`."""
-        parameters = inspect.signature(function).parameters
-        names = set(parameters)
-        if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-            names |= {
-                "log_decay",
-                "erase",
-                "write",
-                "initial_state",
-                "segment_ids",
-                "num_segments",
-                "cu_seqlens",
-                "scale",
-            }
+        """What the parameters of a plain function say: see `plain`.
+
+        **Raises:** `TypeError` if it needs a parameter that no problem has.
+        """
+        parameters, names = inspect.signature(function).parameters, _parameters(function)
         ways = {"ids": {"segment_ids"}, "slots": {"segment_ids", "num_segments"}, "offsets": {"cu_seqlens"}}
 
         def words(name, absent, *fine):
@@ -126,6 +125,32 @@ class Capabilities(Readable):
             "scale": "scale" in names,
         }
         return cls(**{**said, **others})
+
+    def within(self, function: Callable) -> "Capabilities":
+        """What of this the parameters of a plain function can be given.
+
+        **Raises:** `ValueError` if no gates are left.
+        """
+        said = Capabilities.from_signature(function)
+        is_tied_by_two = {"erase", "write"} <= _parameters(function)  # a tied gate is given as both
+        kept: dict[str, Any] = {
+            "packing": tuple(way for way in self.packing if way in said.packing),
+            "state": self.state and said.state,
+            "scale": self.scale and said.scale,
+        }
+        for name in ("decay", "erase", "write", "tied"):
+            offered = (*getattr(said, name), *((True,) if name == "tied" and is_tied_by_two else ()))
+            kept[name] = tuple(word for word in getattr(self, name) if word in offered)
+        if kept["tied"] == (True,):
+            kept["write"] = self.write
+        missing = next((name for name in ("decay", "erase", "write", "tied") if not kept[name]), None)
+        if missing is not None:
+            raise ValueError(
+                f"The capabilities offer {missing}={getattr(self, missing)}, but a function of "
+                f"`{', '.join(inspect.signature(function).parameters)}` takes {missing}={getattr(said, missing)}: "
+                "no gates are left."
+            )
+        return dataclasses.replace(self, **kept)
 
     # ---- what may be asked
 
@@ -220,6 +245,40 @@ class Capabilities(Readable):
             group=layout.group if self.grouped else 1,
             state=layout.state and self.state,
         )
+
+
+def _parameters(function: Callable) -> set[str]:
+    """Names of problems' arrays and options that a plain function may be given.
+
+    **Raises:** `TypeError` if it needs a parameter that is none of them.
+    """
+    parameters = inspect.signature(function).parameters
+    unknown = [
+        name
+        for name, p in parameters.items()
+        if name not in (*_GIVEN, "beta")
+        and (name in _OF_OTHERS or p.default is p.empty)
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+    ]
+    if unknown:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise TypeError(
+            f"`{name}` has the parameter `{unknown[0]}`, which no problem gives: a plain function takes "
+            f"{', '.join((*_GIVEN[:6], 'beta', *_GIVEN[6:]))} by name. Wrap it, or give "
+            f'`fla_style({name}, framework="jax")` for `g` and `beta` of flash-linear-attention, '
+            f"`tokamax_style({name})` for `query, key, value, gate, beta`."
+        )
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return set(parameters) | (set(_GIVEN) if takes_any else set())
+
+
+def _variant(named: Variant | str) -> Variant:
+    known = {name: found for name, found in vars(_variants).items() if isinstance(found, Variant)}
+    if isinstance(named, str) and named in known:
+        return known[named]
+    if not isinstance(named, Variant):
+        raise TypeError(f"{named!r} is no variant: give a `Variant`, or the name of one, {', '.join(sorted(known))}.")
+    return named
 
 
 def gates_of(variant: Variant) -> RandomGates:

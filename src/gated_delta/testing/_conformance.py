@@ -41,7 +41,7 @@ def check_backend(
     subject: Any,
     *,
     capabilities: Capabilities | None = None,
-    variants: Iterable[Variant] | None = None,
+    variants: Iterable[Variant | str] | None = None,
     only: Collection[str] | None = None,
     expected_failures: Collection[str] = (),
     max_examples: int = 25,
@@ -57,7 +57,7 @@ def check_backend(
     - `subject`: a backend, or any function: as it is where it has the signature of `plain`, else behind `plain`,
         `fla_style` or `tokamax_style`.
     - `capabilities`: what may be asked. What is left out is reported as not offered.
-    - `variants`: only the gates of these.
+    - `variants`: only the gates of these: records, or names such as `"kda"`.
     - `only`: names of laws; all of `LAWS` if `None`.
     - `expected_failures`: names of laws that are known to fail. One of them that passes is a failure too.
     - `max_examples`: cases for each law. `seed`: what they are drawn from. `time_budget`: seconds for all laws;
@@ -96,7 +96,7 @@ def check_law(name: str, subject: Any, **case: Any) -> float:
 def ask(
     subject: Implementation,
     *,
-    variants: Iterable[Variant] | None = None,
+    variants: Iterable[Variant | str] | None = None,
     only: Collection[str] | None = None,
     expected_failures: Collection[str] = (),
     max_examples: int = 25,
@@ -106,8 +106,9 @@ def ask(
     progress: Progress | None = None,
 ) -> Report:
     """`check_backend` that returns the report, whatever is in it."""
+    check_names(LAWS if only is None else only)
+    check_names(expected_failures)
     names = list(LAWS if only is None else only)
-    check_names([*names, *expected_failures])
     return ask_all(
         limited(subject, variants, x64),
         [LAWS[name] for name in names],
@@ -138,7 +139,7 @@ def ask_all(
     return Report(subject.name, tuple(outcomes), seed)
 
 
-def limited(subject: Implementation, variants: Iterable[Variant] | None, x64: bool) -> Implementation:
+def limited(subject: Implementation, variants: Iterable[Variant | str] | None, x64: bool) -> Implementation:
     """The implementation with less to be asked of it."""
     offered = subject.capabilities
     if variants is not None:
@@ -260,7 +261,9 @@ def _as_expected(outcome: Outcome, expected: bool) -> Outcome:
     return outcome
 
 
-def check_names(names: Iterable[str], laws: Mapping[str, Law] = LAWS):
+def check_names(names: Collection[str], laws: Mapping[str, Law] = LAWS):
+    if isinstance(names, str):
+        raise TypeError(f"Laws are named in a list, [{names!r}], but the word {names!r} came.")
     unknown = [name for name in names if name not in laws]
     if unknown:
         raise ValueError(f"There is no law {unknown[0]!r}. The laws are: {', '.join(laws)}.")
@@ -308,7 +311,8 @@ def check_variant(
     """
     checked = variant_subject(subject, gates=gates, chunked=chunked, initial_state=initial_state, model=model)
     laws = STEP_LAWS if isinstance(checked, OwnStep) else LAYER_LAWS
-    check_names([*(only or ()), *expected_failures], {**laws, **{name: LAWS[name] for name in _OF_GATES}})
+    for names in (only or (), expected_failures):
+        check_names(names, {**laws, **{name: LAWS[name] for name in _OF_GATES}})
     options: dict[str, Any] = dict(
         expected_failures=expected_failures,
         max_examples=max_examples,
@@ -341,7 +345,7 @@ def conformance_suite(
     subject: Any,
     *,
     capabilities: Capabilities | None = None,
-    variants: Iterable[Variant] | None = None,
+    variants: Iterable[Variant | str] | None = None,
     only: Collection[str] | None = None,
     expected_failures: Collection[str] = (),
     max_examples: int = 25,
@@ -356,8 +360,9 @@ def conformance_suite(
     import pytest
 
     checked = limited(implementation(subject, capabilities), variants, x64)
+    check_names(LAWS if only is None else only)
+    check_names(expected_failures)
     names = list(LAWS if only is None else only)
-    check_names([*names, *expected_failures])
 
     @pytest.mark.parametrize("law", names)
     def test_conformance(law: str):

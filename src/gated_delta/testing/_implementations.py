@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -114,7 +115,10 @@ def plain(
         by torch; one of `"numpy"` has no gradients.
     - `step`: the same for one token, with arrays that have no time axis, and `state`.
     """
-    offered = capabilities or Capabilities.from_signature(function, gradients=framework != "numpy")
+    if capabilities is None:
+        offered = Capabilities.from_signature(function, gradients=framework != "numpy")
+    else:
+        offered = capabilities.within(function)
     return _adapt(function, offered, framework, name, _call_plainly, step)
 
 
@@ -125,13 +129,15 @@ def fla_style(
     framework: Framework = "torch",
     name: str | None = None,
 ) -> Implementation:
-    """A function with the signature of flash-linear-attention's kernels.
+    """A function with the signature of flash-linear-attention's kernels; of torch, unless `framework="jax"` is said.
 
     `function(q, k, v, g=..., beta=..., scale=..., initial_state=..., output_final_state=True, cu_seqlens=...)` with
     arrays `[batch, time, heads, dim]`; `g` and `beta` without the last axis where they are per head; `b` and `w` in the
     place of `beta` for erase and write gates of their own. Returns `(out, final_state)`, key axis first.
     """
     names = set(inspect.signature(function).parameters)
+    if framework == "torch" and importlib.util.find_spec("torch") is None:
+        raise ImportError('torch is not installed: install it, or say `fla_style(..., framework="jax")`.')
     if capabilities is None:
         apart = {"b", "w"} <= names
         capabilities = Capabilities(

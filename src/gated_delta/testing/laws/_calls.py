@@ -248,6 +248,7 @@ _REFUSED = ("heads that do not divide", "a state of another shape", "values of a
 def refusals(subject, problem, mistake):
     problem = dataclasses.replace(problem, state=subject.capabilities.state, batch=2)
     arguments, cotangents = problem.arguments(), cotangents_of(problem)
+    subject.run(arguments, cotangents)  # what raises here refuses nothing
     if mistake == "heads that do not divide":
         heads = 2 * problem.value_heads + 1
         wrong = dataclasses.replace(problem, key_heads=heads, group=1).arguments()
