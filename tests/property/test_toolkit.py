@@ -23,7 +23,7 @@ from gated_delta.testing import (
 from gated_delta.testing._conformance import ask_law, limited
 
 from .plain import Plain
-from .planted import FROM_REPORTS, OWN, TRACED
+from .planted import FROM_REPORTS, OWN, TRACED, Bug, mask_after_exp
 from .test_strategies import draws
 
 BUGS = {**FROM_REPORTS, **OWN}
@@ -64,6 +64,21 @@ def test_a_kernel_of_one_variant_that_takes_ids_alone_is_found_out_too(name, var
     offered = Capabilities.of(variant, packing=("ids",))
     for outcome in outcomes("packing", lambda: dataclasses.replace(BUGS[name].plant(name), capabilities=offered)):
         assert outcome.status == "failed", f"packing passed {outcome.examples} examples"
+
+
+def one_nat_at_most(self, log_decay):
+    return np.cumsum(np.maximum(log_decay, -1), axis=2)
+
+
+@pytest.mark.parametrize("limit, changes", [(2.0, {"sums": one_nat_at_most}), (10.0, {"pair_decay": mask_after_exp})])
+def test_decays_are_asked_up_to_the_strongest_that_is_offered(limit, changes):
+    """With the mask after the exponential 16 tokens overflow from 5.5 nats a token on."""
+    offered = Capabilities(max_decay=limit)
+    plant = Bug("extreme_gates", changes).plant
+    for outcome in outcomes("extreme_gates", lambda: dataclasses.replace(plant("bug"), capabilities=offered)):
+        assert outcome.status == "failed", f"extreme_gates passed {outcome.examples} examples"
+    right = ask_law(LAWS["extreme_gates"], dataclasses.replace(RIGHT, capabilities=offered), max_examples=10)
+    assert right.status == "passed", right
 
 
 CANNOT_HAVE = {

@@ -70,6 +70,8 @@ class Capabilities(Readable):
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
+            if field.name == "max_decay" and not value > 0:
+                raise ValueError(f"`Capabilities(max_decay={value!r})` must be positive: it is the largest -log_decay.")
             if isinstance(field.default, tuple):
                 if isinstance(value, str) or not isinstance(value, (tuple, list)):
                     raise TypeError(
@@ -88,10 +90,9 @@ class Capabilities(Readable):
         A variant is a record or the name of one, `"kda"`. Owners are those of the variants: a key-owned gate and a
         value-owned one have one shape without groups. A kernel that takes both says `owner=("key", "value")`.
         """
-        variants = tuple(map(_variant, variants))
         if not variants:
             raise ValueError("`Capabilities.of` needs at least one `Variant`, such as `gated_delta.variants.kda`.")
-        gates = [gates_of(variant) for variant in variants]
+        gates = [gates_of(_variant(variant)) for variant in variants]
         words = ("decay", "erase", "write", "owner", "tied")
         given = {name: tuple(dict.fromkeys(getattr(gate, name) for gate in gates)) for name in words}
         return cls(**{**given, "erase_max": max(gate.erase_max for gate in gates), **others})
@@ -176,7 +177,8 @@ class Capabilities(Readable):
             "a scale": problem.scale is None or self.scale,
             f"packing by {problem.packing}": problem.documents is None or problem.packing in self.packing,
             f"erase up to {problem.gates.erase_max:g}": problem.gates.erase_max <= self.erase_max,
-            f"log decays that are {problem.gates.log_decays}": self._reaches(problem.gates.log_decays),
+            f"log decays that are {problem.gates.log_decays}": self._reaches(problem.gates.log_decays)
+            or problem.gates.max_decay <= self.max_decay < np.inf,
         }
         return next((f"{what} is not offered" for what, offered in checks.items() if not offered), None)
 

@@ -94,7 +94,9 @@ class RandomKeys(Readable):
 class RandomGates(Readable):
     """Gates of one granularity, owner and tie, with values of the named families.
 
-    `owner` says whose heads decay and erase have, `write_owner` whose heads write has. `arrays(rng, ...)` makes float64
+    `owner` says whose heads decay and erase have, `write_owner` whose heads write has. With a finite `max_decay` there
+    is one more family of log decays, `"limit"`: three quarters are 0.95 times that (a bound may be open), the others a
+    thousandth of it. `arrays(rng, ...)` makes float64
     arrays, `build(rng, ...)` a `Gates`.
     """
 
@@ -109,9 +111,11 @@ class RandomGates(Readable):
     log_decay_min: float | None = None
     log_decays: str = "mild"
     strengths: str = "uniform"
+    max_decay: float = float("inf")
 
     def __post_init__(self):
-        _check_word("RandomGates", "log_decays", self.log_decays, DECAY_FAMILIES)
+        words = DECAY_FAMILIES if self.max_decay == float("inf") else (*DECAY_FAMILIES, "limit")
+        _check_word("RandomGates", "log_decays", self.log_decays, words)
         _check_word("RandomGates", "strengths", self.strengths, STRENGTH_FAMILIES)
         if self.tied and (self.erase != "head" or self.write != "one"):
             raise ValueError(
@@ -134,7 +138,7 @@ class RandomGates(Readable):
         decays = {"none": None, "head": 1, "tile": self.decay_tiles, "channel": key_dim}[self.decay]
         erases = {"none": None, "head": 1, "channel": key_dim}[self.erase]
         writes = {"one": None, "head": 1, "channel": value_dim}[self.write]
-        log_decay = None if decays is None else _log_decays(rng, (*owners, decays), self.log_decays)
+        log_decay = None if decays is None else _log_decays(rng, (*owners, decays), self.log_decays, self.max_decay)
         if log_decay is not None and self.log_decay_min is not None:
             log_decay = np.maximum(log_decay, self.log_decay_min)
         return {
@@ -212,7 +216,7 @@ class RandomProblem(Readable):
         documents = self.documents
         if documents is not None:
             documents = tuple((0,) * (len(row) if self.packing == "offsets" else 0) for row in documents)
-        gates = dataclasses.replace(self.gates, log_decays="mild", strengths="uniform")
+        gates = dataclasses.replace(self.gates, log_decays="mild", strengths="uniform", max_decay=float("inf"))
         return dataclasses.replace(self, seed=0, keys=RandomKeys(), gates=gates, documents=documents)
 
     @property
@@ -292,7 +296,9 @@ def _unit(x: np.ndarray) -> np.ndarray:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
-def _log_decays(rng: np.random.Generator, shape: tuple[int, ...], family: str) -> np.ndarray:
+def _log_decays(rng: np.random.Generator, shape: tuple[int, ...], family: str, limit: float) -> np.ndarray:
+    if family == "limit":
+        return -limit * np.where(rng.uniform(size=shape) < 0.75, 0.95, 1e-3)
     constants = {"zero": 0.0, "tiny": -1e-6, "strong": -30.0, "huge": -1e4, "vast": -1e9, "full": -np.inf}
     mild = rng.uniform(-0.2, 0, shape)
     if family in constants:

@@ -122,11 +122,27 @@ def chunk_inverse(subject, problem):
     return agree(found, {name: exact[name] for name in exact if name in wanted(subject, problem)}, problem)
 
 
+def _extreme(subject):
+    """The families that are offered, and decays about the strongest one that is offered, where that is finite."""
+    where, limit = lambda layout: layout.gates.decay != "none", subject.capabilities.max_decay
+    extreme = some_problems(subject, where, log_decays=_EXTREMES)
+    mild = some_problems(subject, where)
+    if limit == np.inf or isinstance(mild, str):
+        return cases(problem=extreme)
+
+    def at_limit(problem):
+        gates = dataclasses.replace(problem.gates, log_decay_min=None, log_decays="limit", max_decay=limit)
+        return dataclasses.replace(problem, gates=gates)
+
+    limits = mild.map(at_limit)
+    return cases(problem=limits if isinstance(extreme, str) else st.one_of(extreme, limits))
+
+
 @law(
-    "No log decay is too strong: from 0 to minus infinity, mixed over channels and tokens, a reset, then slow decay.",
+    "No log decay on offer is too strong: 0 to minus infinity, mixed over channels and tokens, resets, slow decay.",
     r"g_t \in \{0, -10^{-6}, -0.2, -5, -30, -10^4, -10^9, -\infty\}: \quad "
     r"(o, S_T, \bar x) \text{ finite and within budget}",
-    only_problems(lambda layout: layout.gates.decay != "none", log_decays=_EXTREMES),
+    _extreme,
 )
 def extreme_gates(subject, problem):
     return agree(run(subject, problem), wanted(subject, problem), problem)
