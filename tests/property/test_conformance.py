@@ -1,5 +1,6 @@
 """Our backends and the laws of the toolkit, which are stated there once; and what the toolkit prints and refuses."""
 
+import functools
 import json
 import runpy
 import subprocess
@@ -351,6 +352,41 @@ def test_what_cannot_be_checked_is_refused():
 def test_a_budget_of_time_is_kept_and_said():
     report = ask(implementation(Recurrent()), only=["recurrence", "gradients"], max_examples=10_000, time_budget=3)
     assert report.seconds < 30 and all(o.status == "passed" and 0 < o.examples < 10_000 for o in report.outcomes)
+
+
+def test_a_report_says_what_was_asked_once_and_that_nothing_was():
+    report = ask(implementation(Recurrent()), only=["scale"], max_examples=5, time_budget=0.0)
+    assert report.summary.endswith("1 of the laws that passed had one example only.")
+    nothing = ask(implementation(nearly), only=["packing"])
+    assert "Nothing that was asked for is offered" in str(nothing) and not nothing.passed
+
+
+def test_laws_that_fail_alike_are_one_failure_and_its_line_can_be_pasted():
+    def other(q, k, v, *, log_decay, beta):
+        raise RuntimeError("no such tile")
+
+    report = ask(plain(other), only=["recurrence", "gradients"], max_examples=2)
+    imports, failure = report.failures()
+    assert failure.startswith("recurrence, gradients: RuntimeError: no such tile\n  check_law(")
+    assert imports == (
+        "To repeat a failure: from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, check_law"
+    )
+    failed = ask(implementation(functools.partial(nearly)), only=["gradients"], max_examples=9)
+    assert "d_beta" in failed.outcomes[0].message and "d_erase" not in failed.outcomes[0].message
+    assert failed.outcomes[0].line.startswith('check_law("gradients", nearly, problem=')
+    report = ask(implementation(nearly), only=["recurrence"], max_examples=3)
+    names = {}
+    exec(report.failures()[0].partition(": ")[2], names)
+    with pytest.raises(AssertionError, match="`out` is off by"):
+        eval(report.outcomes[0].line, names)
+
+
+def test_a_law_that_takes_long_says_so_before_it_ends(monkeypatch, capsys):
+    monkeypatch.setattr("gated_delta.testing._conformance._PATIENCE", 0.01)
+    told = []
+    ask(implementation(Recurrent()), only=["zero_length"], max_examples=1, progress=lambda *now: told.append(now))
+    assert told[0] == ("zero_length", 0.0)
+    assert "gated-delta: Recurrent() is asked for `zero_length` for more than 0 s." in capsys.readouterr().err
 
 
 def test_a_seed_decides_what_is_drawn():

@@ -1,6 +1,8 @@
 """Asking an implementation for every law: `check_backend`, and `conformance_suite` for pytest."""
 
 import dataclasses
+import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -19,6 +21,9 @@ from ._random import RandomGates, RandomProblem
 from ._report import Outcome, Report
 from ._subjects import variant_subject
 from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Law, found_gates
+
+_PATIENCE = 60.0
+"""Seconds after which a law that is still being asked says so."""
 
 _SHRINKING = 20.0
 """Seconds for making a failing case small. Whatever is smallest by then is reported."""
@@ -136,7 +141,9 @@ def ask_all(
         seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(laws) - index)
         outcome = ask_law(law, subject, max_examples=max_examples, seed=seed, seconds=seconds, progress=progress)
         outcomes.append(_as_expected(outcome, law.name in expected_failures))
-    return Report(subject.name, tuple(outcomes), seed)
+    imports = getattr(subject, "imports", "")
+    toolkit = "from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, check_law"
+    return Report(subject.name, tuple(outcomes), seed, "; ".join(filter(None, (toolkit, imports))))
 
 
 def limited(subject: Implementation, variants: Iterable[Variant | str] | None, x64: bool) -> Implementation:
@@ -188,6 +195,12 @@ def ask_law(
         suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large),
     )
     message = ""
+    if progress is not None:
+        progress(law.name, 0.0)
+    said = f"gated-delta: {subject.name} is asked for `{law.name}` for more than {_PATIENCE:.0f} s."
+    slow = threading.Timer(_PATIENCE, lambda: print(said, file=sys.stderr, flush=True))
+    slow.daemon = True
+    slow.start()
     try:
         hypothesis.seed(seed)(settings(hypothesis.given(cases)(state.check)))()
     except (Unsatisfiable, UnsatisfiedAssumption):
@@ -196,6 +209,8 @@ def ask_law(
         message = f"It fails and then passes on the same input: {state.message}"
     except Exception:
         message = state.message
+    finally:
+        slow.cancel()
     taken = time.monotonic() - begin
     if state.failing is not None:
         return Outcome(law.name, "failed", state.examples, state.worst, taken, message or state.message, state.line())
@@ -234,6 +249,8 @@ class _Asking:
             raise
         except Exception as failure:
             said = str(failure) if isinstance(failure, AssertionError) else f"{type(failure).__name__}: {failure}"
+            for ours, theirs in getattr(self.subject, "words", {}).items():
+                said = said.replace(ours, theirs)
             self.failing, self.message = case, said
             self.give_up = self.give_up or now + _SHRINKING
             raise

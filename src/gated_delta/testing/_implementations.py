@@ -44,6 +44,10 @@ class Implementation:
     variations: Mapping[str, "Implementation"] = dataclasses.field(default_factory=dict)
     refusal: Callable[[RandomProblem], str | None] = lambda problem: None
     """`refusal(problem)` says why it declines a problem that its capabilities allow, or `None`."""
+    imports: str = ""
+    """Python that makes `name` known."""
+    words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What it calls otherwise than we do in messages, such as `d_beta` for `d_erase`."""
 
 
 def implementation(subject: Any, capabilities: Capabilities | None = None) -> Implementation:
@@ -265,10 +269,17 @@ def _adapt(function, capabilities, framework, name, translate, step) -> Implemen
             )
         return out, final
 
+    module = getattr(function, "__module__", None)
+    more: dict[str, Any] = {
+        "step": step,
+        "imports": f"from {module} import {name}" if getattr(function, "__qualname__", None) == name else "",
+        "words": {"d_erase": "d_beta"} if "beta" in inspect.signature(function).parameters else {},
+    }
     if framework == "jax":
         run = differentiated(call) if capabilities.gradients else forward_only(call)
-        return Implementation(name, capabilities, run, call, step=step)
-    return Implementation(name, capabilities, _in_torch(call) if framework == "torch" else _in_numpy(call), step=step)
+        return Implementation(name, capabilities, run, call, **more)
+    run = _in_torch(call) if framework == "torch" else _in_numpy(call)
+    return Implementation(name, capabilities, run, **more)
 
 
 def _name(function: Any) -> str:

@@ -45,6 +45,8 @@ class Report:
     name: str
     outcomes: tuple[Outcome, ...]
     seed: int
+    imports: str = ""
+    """Python that makes the names in the lines of failures known."""
 
     @property
     def passed(self) -> bool:
@@ -64,7 +66,13 @@ class Report:
     def summary(self) -> str:
         counts = {status: sum(o.status == status for o in self.outcomes) for status in _STYLES}
         said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        return f"{self.name}: {said}; {self.examples} examples in {self.seconds:.0f} s, seed {self.seed}"
+        lines = [f"{self.name}: {said}; {self.examples} examples in {self.seconds:.0f} s, seed {self.seed}"]
+        if counts["not offered"] == len(self.outcomes):
+            lines.append("Nothing that was asked for is offered, so nothing is shown: this does not pass.")
+        once = sum(o.examples == 1 and o.status == "passed" for o in self.outcomes)
+        if once:
+            lines.append(f"{once} of the laws that passed had one example only.")
+        return "\n".join(lines)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Cells of the table: law, result, examples, worst error in budgets, seconds."""
@@ -81,9 +89,17 @@ class Report:
         ]
 
     def failures(self) -> list[str]:
-        """Every failure: what is wrong, and the line that repeats it."""
-        bad = [outcome for outcome in self.outcomes if not outcome.is_good]
-        return [f"{o.law}: {o.message or o.status}" + (f"\n  {o.line}" if o.line else "") for o in bad]
+        """Every failure: what is wrong, and the line that repeats it. Laws that fail alike are one."""
+        alike: dict[str, list[Outcome]] = {}
+        for outcome in self.outcomes:
+            if not outcome.is_good:
+                alike.setdefault(outcome.message or outcome.status, []).append(outcome)
+        found = [
+            f"{', '.join(o.law for o in outcomes)}: {message}" + (f"\n  {outcomes[0].line}" if outcomes[0].line else "")
+            for message, outcomes in alike.items()
+        ]
+        is_line = any(o.line for outcomes in alike.values() for o in outcomes)
+        return [f"To repeat a failure: {self.imports}", *found] if is_line and self.imports else found
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]

@@ -1,5 +1,6 @@
 """`gated-delta check`: progress, tables and report files."""
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -87,7 +88,12 @@ def _report(
                 return check_variant(subject, **shared, progress=progress)
             except ConformanceError as error:
                 return error.report
-        return ask(implementation(subject), **shared, variants=variants, x64=options.x64, progress=progress)
+        checked = implementation(subject)
+        if options.target is not None and not isinstance(subject, AbstractBackend):  # what was typed can be pasted
+            module, _, path = options.target.partition(":")
+            imports = f"from {module} import {path.partition('.')[0]}"
+            checked = dataclasses.replace(checked, name=path, imports=imports)
+        return ask(checked, **shared, variants=variants, x64=options.x64, progress=progress)
 
 
 def _is_interpreted(subject: Any) -> bool:
