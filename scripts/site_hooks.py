@@ -8,6 +8,7 @@ import functools
 import html
 import pathlib
 import re
+import tempfile
 
 import griffe
 import latex2mathml.converter
@@ -44,9 +45,13 @@ def on_files(files, config):
             files.remove(file)
             name = file.src_uri.removesuffix(".ipynb")
             notebook = nbformat.read(file.abs_src_path, as_version=4)
-            kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")
-            where = {"metadata": {"path": str(ROOT)}}
-            nbclient.NotebookClient(notebook, km=kernel, timeout=600, coalesce_streams=True, resources=where).execute()
+            with tempfile.TemporaryDirectory() as sockets:  # a killed build would leave them in the repository
+                kernel = AsyncKernelManager(kernel_name="python3", transport="ipc", ip=f"{sockets}/kernel")
+                where = {"metadata": {"path": str(ROOT)}}
+                client = nbclient.NotebookClient(
+                    notebook, km=kernel, timeout=600, coalesce_streams=True, resources=where
+                )
+                client.execute()
             folder = f"{pathlib.PurePosixPath(name).name}_files"
             page, made = nbconvert.MarkdownExporter().from_notebook_node(notebook, {"output_files_dir": folder})
             files.append(File.generated(config, f"{name}.md", content=page))
