@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -123,6 +123,17 @@ class AbstractBackend(eqx.Module):
     @abc.abstractmethod
     def why_not(self, problem: Problem) -> str | None:
         """Why this backend cannot run `problem` (whose arrays may be shapes only), or `None` if it can."""
+
+
+def check_named(named: Any):
+    """A `backend` argument is a backend or `None`.
+
+    **Raises:** `TypeError` if it is not.
+    """
+    if named is not None and not isinstance(named, AbstractBackend):
+        raise TypeError(
+            f"`backend` must be a backend such as `gated_delta.Chunked()`, or None, but a {type(named).__name__} came."
+        )
 
 
 def entry_state(problem: Problem) -> Float[Array, "batch owners key_dim width"]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ._backend import AbstractBackend, Problem
+from ._backend import AbstractBackend, Problem, check_named
 from ._chunked import Chunked
 from ._recurrent import Recurrent
 from ._types import no_type_check
@@ -52,10 +52,7 @@ def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
     """
     if named is None:
         return next(backend for backend in backends() if backend.why_not(problem) is None)
-    if not isinstance(named, AbstractBackend):
-        raise TypeError(
-            f"`backend` must be a backend such as `gated_delta.Chunked()`, or None, but a {type(named).__name__} came."
-        )
+    check_named(named)
     reason = named.why_not(problem)
     if reason is not None:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._activations import Activation, NormNumerics, gated_rms_norm, l2_normalize
-from ._backend import AbstractBackend
+from ._backend import AbstractBackend, check_named
 from ._conv import ShortConv
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
@@ -96,6 +96,7 @@ class GatedDeltaMixer(eqx.Module):
     def __init__(self, config: MixerConfig, *, backend: AbstractBackend | None = None, key: PRNGKeyArray):
         if not isinstance(config, MixerConfig):
             raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but a {type(config).__name__} came.")
+        check_named(backend)
         _check_operator_options(config)
         keys = jax.random.split(key, 11)
         c, init = config, config.init
@@ -148,8 +149,9 @@ class GatedDeltaMixer(eqx.Module):
         - `mask`: `[time]` or `[batch, time]` booleans, true at real tokens. Padding may be anywhere: its output is 0,
             and it leaves no trace in any state or in any other token.
         - `segment_ids`: `[time]` or `[batch, time]` integers that rise along time; tokens of different ids do not see
-            each other, in the convolution neither. Negative is padding. A given state continues the first document of
-            each row, and the state returned is that of the last.
+            each other, in the convolution neither. Negative is padding. Ids where 0 is padding: pass
+            `jnp.where(ids == 0, -1, ids)`; under jit an id that falls joins the document before it. A given state
+            continues the first document of each row, and the state returned is that of the last.
         - `cu_seqlens`: `[documents + 1]` offsets of packed documents, for one row. States have one entry per document:
             each continues its own, and a document without tokens keeps its states bit for bit.
         - `key`: ignored; here so that the layer fits where a key is passed to every layer.

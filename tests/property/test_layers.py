@@ -213,3 +213,8 @@ def test_empty_inputs(name):
         out, new = run(mixer, x, before, mask, ids, offsets)
         assert out.shape == x.shape
         jax.tree.map(np.testing.assert_array_equal, new, before)
+
+
+def test_a_backend_that_is_none_is_refused_before_the_layer_is_built():
+    with pytest.raises(TypeError, match=r"`backend` must be a backend such as .*, or None, but a str came"):
+        MAKERS["gdn"](backend="recurrent", key=jax.random.key(0))
