@@ -95,6 +95,7 @@ def test_the_laws_are_listed(capsys):
 MISTAKES = {
     "no module": (["check", "nothing"], "'nothing' must be module:object, as in my_kernels.gdn:backend"),
     "module": (["check", "no_such:thing"], "'no_such' cannot be imported: No module named 'no_such'"),
+    "ending": (["check", "my_kernel.py:right"], "a module has no ending: my_kernel:right"),
     "object": (["check", "my_kernel:thing"], "my_kernel has nothing named 'thing'"),
     "class": (["check", "my_kernel:Sized"], "my_kernel:Sized is a class that needs arguments"),
     "number": (["check", "my_kernel:number"], "can be checked, but 3 came"),

@@ -156,7 +156,8 @@ def _load(target: str) -> Any:
     try:
         found: Any = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"{module_name!r} cannot be imported: {error}") from error
+        hint = f"; a module has no ending: {module_name[:-3]}:{path}" if module_name.endswith(".py") else ""
+        raise UserError(f"{module_name!r} cannot be imported: {error}{hint}") from error
     for name in path.split("."):
         if not hasattr(found, name):
             raise UserError(f"{getattr(found, '__name__', found)!s} has nothing named {name!r}")

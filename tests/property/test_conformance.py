@@ -316,6 +316,9 @@ def test_results_of_another_kind_are_said_in_words_of_the_kernel():
         out, state = gated_delta(q, k, v, gates)
         return out.astype(jnp.float32), state
 
+    assert 'function needs NumPy arrays, but JAX traces it: say `plain(function, framework="numpy")`' in said(
+        lambda q, k, v: (np.asarray(v), None)
+    )
     message = said(in_float32, "dtypes", dtypes=("bfloat16",))
     assert message.startswith("`out` is float32, but must have the dtype of v, bfloat16: cast it, or offer `Capab")
     assert "`final_state` has shape (1, 1), but must have (1, 1, 2, 2)." in said(lambda q, k, v: (v, v[:, 0, :, 0]))
@@ -343,6 +346,14 @@ def test_what_cannot_be_checked_is_refused():
         check_backend(Recurrent(), only=["recurence"])
     with pytest.raises(TypeError, match=r"Laws are named in a list, \['scale'\], but the word 'scale' came"):
         check_backend(Recurrent(), only="scale")
+    with pytest.raises(
+        ValueError, match=r"'layer_batches' is no law of what is checked here: `check_variant` asks for"
+    ):
+        check_backend(Recurrent(), only=["layer_batches"])
+    with pytest.raises(ValueError, match=r"`RandomGates\(decay='channels'\)` must be one of none, head, tile, channel"):
+        RandomGates(decay="channels")
+    with pytest.raises(ValueError, match=r"`Capabilities\(max_decay=-5.0\)` must be positive"):
+        Capabilities(max_decay=-5.0)
     with pytest.raises(TypeError, match=r"'gdm' is no variant: give a `Variant`, or the name of one, delta_net, gdn, "):
         check_backend(Recurrent(), variants=["gdm"])
     with pytest.raises(ValueError, match=r"in_tokamax offers no gate of these variants: nothing is left of decay"):

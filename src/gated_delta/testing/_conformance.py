@@ -282,6 +282,9 @@ def check_names(names: Collection[str], laws: Mapping[str, Law] = LAWS):
     if isinstance(names, str):
         raise TypeError(f"Laws are named in a list, [{names!r}], but the word {names!r} came.")
     unknown = [name for name in names if name not in laws]
+    if unknown and unknown[0] in ALL_LAWS:
+        asks = "check_backend" if unknown[0] in LAWS else "check_variant"
+        raise ValueError(f"{unknown[0]!r} is no law of what is checked here: `{asks}` asks for it.")
     if unknown:
         raise ValueError(f"There is no law {unknown[0]!r}. The laws are: {', '.join(laws)}.")
 

@@ -258,7 +258,12 @@ def _adapt(function, capabilities, framework, name, translate, step) -> Implemen
         if options.get("initial_state") is not None:
             arrays["initial_state"] = options["initial_state"]
         options = {name: x for name, x in options.items() if x is not None and name != "initial_state"}
-        result = translate(function, arrays, {**options, **({"tied": True} if gates.is_tied else {})})
+        try:
+            result = translate(function, arrays, {**options, **({"tied": True} if gates.is_tied else {})})
+        except jax.errors.TracerArrayConversionError as error:
+            raise TypeError(
+                f'{name} needs NumPy arrays, but JAX traces it: say `plain({name}, framework="numpy")`.'
+            ) from error
         out, final = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not hasattr(out, "shape"):
             raise TypeError(f"{name} returned {type(out).__name__}, but `out` or `(out, final_state)` is expected.")

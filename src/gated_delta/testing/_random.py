@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,15 @@ class Readable:
 
     def _repr_pretty_(self, printer, cycle):  # what hypothesis prints
         printer.text(repr(self))
+
+
+_GATE_WORDS = {
+    "decay": DecayGranularity,
+    "erase": EraseGranularity,
+    "write": WriteGranularity,
+    "owner": Owner,
+    "write_owner": Owner,
+}
 
 
 def _check_word(record: str, name: str, word: str, words: tuple[str, ...]):
@@ -114,6 +123,8 @@ class RandomGates(Readable):
     max_decay: float = float("inf")
 
     def __post_init__(self):
+        for name, kind in _GATE_WORDS.items():
+            _check_word("RandomGates", name, getattr(self, name), get_args(kind))
         words = DECAY_FAMILIES if self.max_decay == float("inf") else (*DECAY_FAMILIES, "limit")
         _check_word("RandomGates", "log_decays", self.log_decays, words)
         _check_word("RandomGates", "strengths", self.strengths, STRENGTH_FAMILIES)
