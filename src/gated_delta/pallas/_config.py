@@ -48,17 +48,21 @@ class Sizes(eqx.Module):
         return dataclasses.replace(self, chunks=self.gradient_chunks)
 
 
-def settle(config: TileConfig, time: int, key_heads: int, owners: int, key_dim: int, width: int, packed: bool) -> Sizes:
+def settle(
+    config: TileConfig, time: int, key_heads: int, owners: int, key_dim: int, width: int, packed: bool, shares: bool
+) -> Sizes:
     """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence.
 
     A matrix unit is filled by independent heads, until their tiles no longer fit in the memory beside it. Where heads
-    are few, chunks in a row do the same, as long as they do not pad the sequence by more than an eighth.
+    are few, chunks in a row do the same, as long as they do not pad the sequence by more than an eighth. `shares`: the
+    owners of one key head share its products, so that twice as many need no more memory.
     """
     chunk = config.chunk_size or 128
     while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
         chunk //= 2
     group = owners // key_heads
-    wanted = config.owners or max(min(_SIDE_BY_SIDE, _STATES // (key_dim * width)), 1)
+    side_by_side = 2 * _SIDE_BY_SIDE if shares and group > 1 else _SIDE_BY_SIDE
+    wanted = config.owners or max(min(side_by_side, _STATES // (key_dim * width)), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
     count = -(-time // chunk)

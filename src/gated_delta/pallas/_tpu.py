@@ -40,7 +40,8 @@ class PallasTPU(AbstractBackend):
     - `config`: sizes of the tiles; `None` in it leaves a size to the backend.
     - `residuals`: what the forward kernel keeps for the backward one beside the inputs. `"all"`: the state that enters
         each chunk and the inverse of each chunk's solve. `"states"`: the states only, a third less at heads of 128, for
-        a backward kernel that forms the inverses again. `"none"`: nothing; the forward kernel runs again. They are named `gated_delta_states` and `gated_delta_inverses` for `jax.checkpoint` policies.
+        a backward kernel that forms the inverses again. `"none"`: nothing; the forward kernel runs again. What is kept
+        is named `gated_delta_states` and `gated_delta_inverses` for `jax.checkpoint` policies.
     - `interpret`: run in JAX's TPU interpreter, on any machine: slow, for tests. An instance of Pallas'
         `InterpretParams` chooses its options, such as the detection of races.
     - `ahead_of_time`: do not ask for a TPU here, for `jax.export` and compilation on a machine that has none.
@@ -94,6 +95,7 @@ class PallasTPU(AbstractBackend):
             laid_key_dim,
             laid_width,
             problem.packing is not None,
+            all(gate is None or gate.shape[3] == 1 for gate in (problem.log_decay, problem.erase)),
         )
         layout = lay_out(problem, sizes.tokens)
         dtype = problem.accumulation
