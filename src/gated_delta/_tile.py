@@ -248,6 +248,11 @@ def _ones_where(mask, dtype):
     return jnp.where(mask, 1, 0).astype(dtype)
 
 
+def _either(condition, yes, no):
+    """`jnp.where` of masks, which not every TPU compiler takes."""
+    return (condition & yes) | (~condition & no)
+
+
 def _halvings(size: int, least: int = 1) -> list[int]:
     """least, 2 * least, ... size / 2: a pair of rows i > j meets at the one `half` whose block of 2 * half it
     straddles."""
@@ -301,7 +306,7 @@ class _GroupDecay(_NoDecay):
         values = log_decay.values
         chunk = values.shape[-2]
         i, m = _rows_and_columns(2 * chunk, chunk, values.ndim)
-        own = jnp.where(i < chunk, m <= i, m > i - chunk)
+        own = _either(i < chunk, m <= i, m > i - chunk)
         sums = _select_and_add(_ones_where(own, values.dtype), values, arithmetic, parts=3)
         self.from_start = sums[..., :chunk, :]
         groups = log_decay.groups
@@ -372,7 +377,7 @@ class _ChannelDecay(_NoDecay):
         self.chunk = some.shape[-2]
         self.near = min(NEAR, self.chunk)
         i, m = _rows_and_columns(2 * self.near, self.near, some.ndim)
-        own = jnp.where(i < self.near, m <= i, m > i - self.near)
+        own = _either(i < self.near, m <= i, m > i - self.near)
         sums = _map(lambda x: _add_in_blocks(own, x, arithmetic), log_decay)
         self.to = _map(lambda x: x[..., : self.chunk, :], sums)  # over the block's tokens up to and including the row
         after = _map(lambda x: x[..., self.chunk :, :], sums)  # over those after it
@@ -550,7 +555,7 @@ def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Ar
     def seams(log_decay):
         near = min(NEAR, chunk)
         i, m = _rows_and_columns(near, near, log_decay.ndim)
-        own = [((i ^ m) < half) & jnp.where((i & half) != 0, m <= i, m > i) for half in halvings]
+        own = [((i ^ m) < half) & _either((i & half) != 0, m <= i, m > i) for half in halvings]
         sums = _add_in_blocks(jnp.concatenate(own, axis=-2), log_decay, arithmetic)
         return tuple(jnp.exp(sums[..., n * chunk : (n + 1) * chunk, :]) for n in range(len(halvings)))
 
