@@ -150,9 +150,9 @@ CASES = {
     "kda": Case(groups=KEY_DIM, owners=KEY_HEADS),
     "gdn2, bounded": Case(groups=KEY_DIM, tied=False, bound=-5.0),
     "sla in bfloat16": Case(groups=4, owners=KEY_HEADS, dtype="bfloat16"),
-    "packed": Case(groups=KEY_DIM, packed=True),
 }
 MORE = {
+    "packed": Case(groups=KEY_DIM, packed=True),
     "gdn2": Case(groups=KEY_DIM, owners=KEY_HEADS, tied=False),
     "sla": Case(groups=4, owners=KEY_HEADS),
     "bounded": Case(groups=4, bound=-3.0, packed=True),
@@ -218,7 +218,7 @@ def test_padding_may_hold_anything(backend):
             assert x.shape[:2] != (BATCH, TIME) or not x[IDS < 0].any(), name
 
 
-@pytest.mark.parametrize("backend", [Chunked(16), KERNEL], ids=str)
+@pytest.mark.parametrize("backend", [Chunked(16), pytest.param(KERNEL, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("name", ["k", "raw_decay", "raw_write"])
 def test_a_bad_token_spoils_its_own_document_and_no_parameter(backend, name):
     case = Case(groups=KEY_DIM, tied=False, packed=True, owners=KEY_HEADS)
@@ -247,7 +247,11 @@ def test_a_bad_token_spoils_its_own_document_and_no_parameter(backend, name):
 
 @pytest.mark.parametrize(
     "backend, bound",
-    [(Chunked(16), None), (Chunked(16), -5.0), (KERNEL, None), pytest.param(KERNEL, -5.0, marks=pytest.mark.slow)],
+    [
+        (Chunked(16), None),
+        (Chunked(16), -5.0),
+        *(pytest.param(KERNEL, bound, marks=pytest.mark.slow) for bound in (None, -5.0)),
+    ],
     ids=str,
 )
 def test_infinite_raw_values_are_the_ends_of_the_gates(backend, bound):
