@@ -137,7 +137,7 @@ def _named_backends(names: Sequence[str] | None) -> list[Any]:
     def interpreted():
         from .pallas import PallasTPU, TileConfig
 
-        return PallasTPU(TileConfig(chunk_size=16), interpret=True)
+        return PallasTPU(TileConfig(chunk_size=16, chunks=1), interpret=True)
 
     known = {**{name: ours[name] for name in ours if "pallas" not in name}, "pallas-tpu": interpreted}
     default = [name for name in known if name != "pallas-tpu"]

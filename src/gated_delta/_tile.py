@@ -381,13 +381,19 @@ class _ChannelDecay(_NoDecay):
         sums = _map(lambda x: _add_in_blocks(own, x, arithmetic), log_decay)
         self.to = _map(lambda x: x[..., : self.chunk, :], sums)  # over the block's tokens up to and including the row
         after = _map(lambda x: x[..., self.chunk :, :], sums)  # over those after it
-        self.legs = tuple(self._wide(_map(jnp.exp, x)) for x in (self.to, after))
-        self.totals = each(lambda x: tuple(self._block(x, b)[..., -1:, :] for b in self._blocks()), self.legs[0])
+        leg = _map(jnp.exp, self.to)
+        self.legs = self._wide(leg), self._wide(_map(jnp.exp, after))
+        # Not from the wide legs: what decays states from chunk to chunk has to be right to the last bit.
+        self.totals = [self._block_total(leg, b) for b in self._blocks()]
         self.total = each(lambda *x: jnp.swapaxes(functools.reduce(jnp.multiply, x), -1, -2), *self.totals)
 
     def _wide(self, factors: Columns | Heads) -> Heads:
         """A factor for every key channel."""
         return _copy_columns(factors, self.key_dim) if isinstance(factors, Columns) else factors
+
+    def _block_total(self, leg: Columns | Heads, b: int) -> Heads:
+        last = _map(lambda x: self._block(x, b)[..., -1:, :], leg)
+        return last.wide(self.key_dim) if isinstance(last, Columns) else last
 
     def _blocks(self):
         return range(self.chunk // self.near)

@@ -9,11 +9,11 @@ import jax
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, gated_delta
+from gated_delta import Chunked, Recurrent, gated_delta
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, pullback, results
 
-KERNEL = PallasTPU(TileConfig(chunk_size=16), interpret=True)
+KERNEL = PallasTPU(TileConfig(chunk_size=16, chunks=1), interpret=True)
 SIZES = dict(batch=2, time=21, key_heads=2, group=2, key_dim=8, value_dim=6, state=True, seed=1)
 PROBLEMS = {
     "kda": RandomProblem(**SIZES, gates=RandomGates(decay="channel", erase="head", owner="value", tied=True)),
@@ -45,13 +45,27 @@ WIDE = {**SIZES, "time": 70, "batch": 1, "dtype": "bfloat16"}
 def test_a_chunk_may_forget_little_or_much(decays):
     """With bfloat16 operands each chunk takes the path that its own decays allow."""
     problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays=decays))
-    assert_close(pullback(PallasTPU(TileConfig(chunk_size=64), interpret=True), problem), expected(problem), problem)
+    assert_close(
+        pullback(PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True), problem), expected(problem), problem
+    )
+
+
+@pytest.mark.parametrize("steep", [0, 1])
+def test_each_chunk_takes_the_path_of_its_own_decays(steep):
+    """Which is chosen one grid step ahead: of two chunks one forgets much."""
+    problem = RandomProblem(**WIDE, gates=BY_CHANNEL)
+    arguments, (d_out, d_state) = problem.arguments(), problem.cotangents("bfloat16", "float32")
+    log_decay = np.array(arguments["gates"].log_decay)
+    log_decay[:, 64 * steep : 64 * steep + 6] = -20
+    arguments["gates"] = dataclasses.replace(arguments["gates"], log_decay=log_decay)
+    actual = results(PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True), arguments, (d_out, d_state))
+    assert_close(actual, results(Recurrent(), arguments, (d_out, d_state)), problem, arguments)
 
 
 @pytest.mark.slow
 def test_a_bounded_gate_has_one_path():
     problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays="bounded", log_decay_min=-5.0))
-    kernel = PallasTPU(TileConfig(chunk_size=64), interpret=True)
+    kernel = PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True)
     assert_close(pullback(kernel, problem), expected(problem), problem)
 
 
@@ -61,6 +75,11 @@ def test_what_is_kept_for_the_backward_pass_changes_nothing(residuals):
     problem = PROBLEMS["gdn"]
     kernel = PallasTPU(KERNEL.config, residuals=residuals, interpret=True)
     assert_close(pullback(kernel, problem), expected(problem), problem)
+
+
+def test_sizes_that_the_backend_chooses_are_right_too():
+    problem = PROBLEMS["sla in bfloat16"]
+    assert_close(pullback(PallasTPU(interpret=True), problem), expected(problem), problem)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)

@@ -39,7 +39,7 @@ def run(problem, residuals):
     """Results of both kernels, each with one key head in a block, and whether they raced."""
     pltpu.reset_tpu_interpret_mode_state()
     owners = problem.group if problem.gates.owner == "value" else 1
-    kernel = PallasTPU(TileConfig(chunk_size=16, owners=owners), residuals=residuals, interpret=WATCHED)
+    kernel = PallasTPU(TileConfig(chunk_size=16, owners=owners, chunks=1), residuals=residuals, interpret=WATCHED)
     actual = pullback(kernel, problem)
     jax.block_until_ready(actual)
     assert interpreter.races is not None, "the interpreter did not look for races"

@@ -28,7 +28,7 @@ from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import quick_jit
 from gated_delta.testing._compare import UNDERFLOW
 
-KERNEL = PallasTPU(TileConfig(chunk_size=16), interpret=True)
+KERNEL = PallasTPU(TileConfig(chunk_size=16, chunks=1), interpret=True)
 OTHERS = [Recurrent(), Chunked(16)]
 BATCH, TIME, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM = 2, 21, 2, 4, 8, 6
 BUDGET = {"float32": 2e-5, "bfloat16": 1e-1}

@@ -15,7 +15,7 @@ from gated_delta import GDN, Chunked, cast_params
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import quick_jit
 
-KERNEL = PallasTPU(TileConfig(chunk_size=16), interpret=True)
+KERNEL = PallasTPU(TileConfig(chunk_size=16, chunks=1), interpret=True)
 
 
 @pytest.fixture(autouse=True)
