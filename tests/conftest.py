@@ -39,6 +39,19 @@ settings.register_profile("debug", plain, deadline=None, max_examples=10, verbos
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
+MOST_MAPS = 30_000  # of the 65,530 that Linux gives a process; at the limit XLA's compiler dies of a segmentation fault
+tests_done = 0
+
+
+def pytest_runtest_teardown():
+    """Every compiled program holds memory maps, with jax 0.11 ten thousands of them after half of the suite."""
+    global tests_done
+    tests_done += 1
+    maps = Path("/proc/self/maps")
+    if tests_done % 50 == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+
+
 @pytest.fixture
 def getkey():
     """A function that returns another JAX random key at every call."""

@@ -86,12 +86,12 @@ def _biased_and_rate(raw, A_log, dt_bias):
 
 def decay_by_head(
     raw: Float[Array, "*batch heads groups"],
-    A_log: Float[Array, " heads"] | None,
-    dt_bias: Float[Array, "heads groups"] | None,
+    A_log: Float[Array, "*#batch heads"] | None,
+    dt_bias: Float[Array, "*#batch heads groups"] | None,
     bound: float | None = None,
 ) -> Float[Array, "*batch heads groups"]:
     """`activate_decay` with one rate per head and one bias per head and decay group."""
-    A_log = None if A_log is None else _behind(A_log[:, None], raw.ndim)
+    A_log = None if A_log is None else _behind(A_log[..., None], raw.ndim)
     return activate_decay(raw, A_log, None if dt_bias is None else _behind(dt_bias, raw.ndim), bound)
 
 

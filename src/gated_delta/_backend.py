@@ -37,7 +37,7 @@ class Problem(eqx.Module):
     - `inverse`, `precision`, `erase_max`, `log_decay_min`: see `gated_delta` and `Gates`.
     - `prologue`: `None`, but for a backend that `takes_raw`: then queries and keys have yet to be normalised, and
         `log_decay`, `erase` and `write` to be activated, in any float dtype; at padding they are `-inf`, gates of 0.
-        `A_log` and `dt_bias` are parameters of the decay.
+        `A_log` and `dt_bias` are parameters of the decay, the same for every row of the batch.
     """
 
     q: Float[Array, "batch time key_heads key_dim"]
@@ -56,8 +56,8 @@ class Problem(eqx.Module):
     precision: str | None = eqx.field(static=True)
     erase_max: float = eqx.field(static=True)
     log_decay_min: float | None = eqx.field(static=True)
-    A_log: Float[Array, " owners"] | None = None
-    dt_bias: Float[Array, "owners groups"] | None = None
+    A_log: Float[Array, "batch owners"] | None = None
+    dt_bias: Float[Array, "batch owners groups"] | None = None
     prologue: Prologue | None = eqx.field(static=True, default=None)
 
     @property
@@ -87,6 +87,7 @@ class Problem(eqx.Module):
         by_head = functools.partial(decay_by_head, bound=prologue.bound)
 
         def gate(activate, raw, *parameters):
+            parameters = (None if x is None else x[:, None] for x in parameters)  # for every token
             return None if raw is None else past(jnp.isnan(raw), activate, raw, *parameters)
 
         return dataclasses.replace(

@@ -299,7 +299,7 @@ def _prepare(
     dtype = accumulation_dtype(operand)
     log_decay, erase, write, owners = _check_gates(gates, k.shape, v.shape)
     log_decay_min = gates.bound if is_raw else gates.log_decay_min
-    A_log, dt_bias = _check_parameters(gates, log_decay, dtype) if is_raw else (None, None)
+    A_log, dt_bias = _check_parameters(gates, log_decay, batch, dtype) if is_raw else (None, None)
     _check_inverse(inverse, gates.erase_max, None if log_decay is None else log_decay_min, operand)
     precision = _check_precision(precision)
     scale = _check_scale(scale, key_dim)
@@ -469,8 +469,8 @@ def _check_gates(gates: Gates | RawGates, k_shape, v_shape):
     return out["log_decay"], out["erase"], out["write"], owners
 
 
-def _check_parameters(gates: RawGates, raw_decay, dtype):
-    """`A_log` `[owners]` and `dt_bias` `[owners, groups]` in `dtype`, or `None`."""
+def _check_parameters(gates: RawGates, raw_decay, batch: int, dtype):
+    """`A_log` `[batch, owners]` and `dt_bias` `[batch, owners, groups]` in `dtype`, or `None`."""
     A_log, dt_bias = (
         None if x is None else as_float_array(name, x).astype(dtype)
         for name, x in (("A_log", gates.A_log), ("dt_bias", gates.dt_bias))
@@ -483,15 +483,14 @@ def _check_parameters(gates: RawGates, raw_decay, dtype):
             f"`gates.A_log` must be one number for each of the {owners} heads of `gates.raw_decay`, [{owners}], but "
             f"its shape is {A_log.shape}."
         )
-    if dt_bias is None:
-        return A_log, None
-    wide = dt_bias[:, None] if dt_bias.ndim == 1 else dt_bias
-    if wide.shape != (owners, groups):
+    if dt_bias is not None and dt_bias.shape not in ((owners, groups), (owners,) * (groups == 1)):
         raise ValueError(
             f"`gates.dt_bias` must be [{owners}, {groups}], heads and groups as in `gates.raw_decay`, but its shape is "
             f"{dt_bias.shape}."
         )
-    return A_log, wide
+    if dt_bias is not None:
+        dt_bias = jnp.broadcast_to(dt_bias.reshape(owners, groups), (batch, owners, groups))
+    return None if A_log is None else jnp.broadcast_to(A_log, (batch, owners)), dt_bias
 
 
 def _check_inverse(inverse, erase_max: float, log_decay_min: float | None, operand):

@@ -18,10 +18,8 @@ from gated_delta.testing import (
     quick_jit,
 )
 
-from .subjects import BACKENDS, INTERPRETED
+from .subjects import BACKENDS
 
-NO_EFFECTS = "the interpreter's effects do not go through the vmap of a cond, which looks after bad tokens"
-MAPPED = [*BACKENDS[:2], pytest.param(INTERPRETED, marks=[pytest.mark.slow, pytest.mark.xfail(reason=NO_EFFECTS)])]
 
 KDA = RandomGates("channel", erase="head", owner="value", tied=True)
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, gates=KDA, state=True, seed=13)
@@ -65,7 +63,7 @@ def test_the_gradient_of_a_loss_agrees(backend):
     assert_close(actual, {name: wanted[name] for name in actual}, problem)
 
 
-@pytest.mark.parametrize("backend", MAPPED, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_vmap_is_a_loop(backend):
     """Over every array at once, documents included."""
     packed = dataclasses.replace(PROBLEM, documents=((4, 0, 12), (-3, 18)), packing="slots", slots=3)
@@ -95,7 +93,7 @@ def arrays_only(problem):
     return arguments
 
 
-@pytest.mark.parametrize("backend", MAPPED, ids=str)
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
 def test_vmap_over_one_argument_alone(backend):
     arguments = PROBLEM.arguments()
     values = np.stack([arguments["v"], 2 * arguments["v"], 0 * arguments["v"]])

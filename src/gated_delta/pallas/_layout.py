@@ -164,9 +164,8 @@ def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_spec
 # ---- from the outer layout and back ----------------------------------------------------------------------------------
 
 
-def vector_form(array, heads: int, dim: int, block_heads: int) -> Form:
-    """Of `[batch, time, heads * parts, dim]` with `heads` in the problem and `block_heads` in a block."""
-    parts = array.shape[2] // heads
+def vector_form(heads: int, dim: int, block_heads: int, parts: int = 1) -> Form:
+    """Of `heads` with `parts` vectors of `dim` each, `block_heads` of them in a block."""
     tiles = -(-dim // LANES)
     rows = block_heads * parts
     whole = block_heads == heads
@@ -211,15 +210,13 @@ def lay_columns(x, block_heads: int):
     return jnp.swapaxes(x, 1, 2)
 
 
-def lay_fixed(x, form: Form, block_heads: int, batch: int):
-    """`[owners, groups]` for every batch row, whose cotangents are thus apart."""
-    owners, groups = x.shape
+def lay_fixed(x, form: Form, block_heads: int):
+    """`[batch, owners, groups]` as one row of every block."""
+    batch, owners, groups = x.shape
     if form.is_vector:
-        x = jnp.pad(x, ((0, 0), (0, form.tiles * LANES - groups)))
-        x = x.reshape(owners // block_heads, block_heads, form.tiles * LANES)
-    else:
-        x = x.reshape(owners // block_heads, 1, block_heads * groups)
-    return jnp.broadcast_to(x[None], (batch, *x.shape))
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, form.tiles * LANES - groups)))
+        return x.reshape(batch, owners // block_heads, block_heads, form.tiles * LANES)
+    return x.reshape(batch, owners // block_heads, 1, block_heads * groups)
 
 
 # ---- blocks ----------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`PallasTPU`: a problem brought into the kernels' layout, and the custom derivative that joins the two."""
 
+import dataclasses
 import functools
 from typing import Any, Literal, cast
 
@@ -35,7 +36,8 @@ from ._tpu_forward import forward
 
 @no_type_check
 class PallasTPU(AbstractBackend):
-    """Runs the operator on a TPU as one fused kernel, and its gradient as a second one.
+    """Runs the operator on a TPU as one fused kernel, its gradient as a second one, and one token of many rows as a
+    third.
 
     - `config`: sizes of the tiles; `None` in it leaves a size to the backend.
     - `residuals`: what the forward kernel keeps for the backward one beside the inputs. `"all"`: the state that enters
@@ -75,72 +77,15 @@ class PallasTPU(AbstractBackend):
         return None
 
     def __call__(self, problem: Problem) -> Result:
-        # What crosses a `cond` is a real array: it has the caller's shape, with the heads of a group apart.
-        arrays, static = eqx.partition(_with_heads_apart(problem), eqx.is_array)
-        floats, integers = eqx.partition(arrays, eqx.is_inexact_array)
-        floats = varying_alike(floats)
-        out, state = cast(Result, _guarded((self, static), floats, integers))
-        return out.reshape(problem.v.shape), state
-
-    def launch(self, problem: Problem) -> tuple[Result, Any]:
-        """The kernels' result, and whether anything in it is not finite."""
-        batch, slots, owners, key_dim, width = problem.state_shape
-        parts, laid_key_dim, laid_width = _laid_dims(problem)
-        dim = width // parts
-        sizes = settle(
-            self.config,
-            problem.k.shape[1],
-            problem.k.shape[2],
-            owners,
-            laid_key_dim,
-            laid_width,
-            problem.packing is not None,
-            all(gate is None or gate.shape[3] == 1 for gate in (problem.log_decay, problem.erase)),
-        )
-        layout = lay_out(problem, sizes.tokens)
-        dtype = problem.accumulation
-        if not isinstance(problem.scale, float):
+        if not isinstance(problem.scale, float):  # only a number known here goes into the kernel
             problem = problem.activated()  # the norm comes before the scale
-        scale, q = problem.scale, problem.q
-        if not isinstance(scale, float):  # only a number known here goes into the kernel
-            q, scale = (q.astype(dtype) * jnp.asarray(scale, dtype)).astype(q.dtype), 1.0
-        operands, forms = _operands(problem, q, layout, sizes, parts)
-        has_slots = layout.slot is not None
-        near = promised_near(problem.log_decay_min) if _is_fine(problem) else "safe"
-        inverse, erase_max = problem.inverse, problem.erase_max
-        arithmetic = Arithmetic(problem.operand.name, problem.precision, inverse, erase_max, near or "safe")
-        plan = Plan(
-            sizes=sizes,
-            arithmetic=arithmetic,
-            forms=forms,
-            key_dim=laid_key_dim,
-            width=laid_width,
-            tied=problem.tied,
-            prologue=problem.prologue,
-            scale=scale,
-            has_bank=problem.initial_state is not None or has_slots,
-            has_slots=has_slots,
-            chooses=near is None,
-            keeps_inverse=self.residuals == "all" and problem.erase is not None,
-            start_dtype=problem.operand.name,
-            interpret=self.interpret,
-        )
-        chunks = _chunks(problem, layout, sizes)
-        document = None if layout.document is None else layout.document[:, None]
-        bank = None
-        if plan.has_bank:
-            bank = problem.initial_state
-            bank = jnp.zeros(problem.state_shape, dtype) if bank is None else bank
-            bank = bank.reshape(batch, slots, owners, key_dim, parts, dim)
-            # Chunks without a document have a slot of their own, which nobody reads.
-            tail = ((0, 0), (0, laid_key_dim - key_dim), (0, 0), (0, laid_width // parts - dim))
-            bank = jnp.pad(bank, ((0, 0), (0, int(has_slots)), *tail))
-            bank = bank.reshape(*bank.shape[:4], laid_width)
-        out, final, check = cast(Any, _run(self.residuals == "none", plan, operands, chunks, document, bank))
-        out = layout.gather(take_vector(out, forms.v, sizes.owners, dim))
-        final = final[:, :slots, :, :key_dim].reshape(batch, slots, owners, key_dim, parts, laid_width // parts)
-        result = out.reshape(*out.shape[:2], owners, width), final[..., :dim].reshape(problem.state_shape)
-        return result, ~jnp.isfinite(jax.lax.stop_gradient(check)).all()
+            scale = jnp.asarray(problem.scale, problem.accumulation)
+            q = (problem.q.astype(problem.accumulation) * scale).astype(problem.q.dtype)
+            problem = dataclasses.replace(problem, q=q, scale=1.0)
+        # What crosses a `cond` is a real array: it has the caller's shape, with the heads of a group apart.
+        floats, integers, static = _split(_with_heads_apart(problem))
+        out, state = cast(Result, _guarded((self, static), varying_alike(floats), integers))
+        return out.reshape(problem.v.shape), state
 
 
 def _with_heads_apart(problem: Problem) -> Problem:
@@ -171,49 +116,215 @@ def _with(problem: Problem, v, write) -> Problem:
     return eqx.tree_at(where, problem, v if write is None else (v, write))
 
 
+def _split(problem: Problem) -> tuple[Any, Any, Any]:
+    """Its float arrays, its integer arrays, and what is no array."""
+    arrays, static = eqx.partition(problem, eqx.is_array)
+    return *eqx.partition(arrays, eqx.is_inexact_array), static
+
+
+# ---- derivatives -----------------------------------------------------------------------------------------------------
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _guarded(how, floats, integers):
     """The kernels' result; where it is not finite, that of the kernels for a problem without what is not.
 
     So a bad token costs a second run when there is one, and otherwise the look at the outputs.
     """
-    backend, static = how
-    result, bad = _launch(backend, eqx.combine(floats, integers, static))
-    return jax.lax.cond(bad, lambda: _contained(how, integers, floats), lambda: result)
+    return _by_rows(_guarded_result, how, floats, integers)
 
 
-def _launch(backend: PallasTPU, problem: Problem):
-    (out, state), bad = backend.launch(_with_groups(problem))
-    return (out.reshape(problem.v.shape), state), bad
+def _guarded_fwd(how, floats, integers):
+    result, bad, kept = _by_rows(_guarded_result_that_keeps, how, floats, integers)
+    names = ("gated_delta_states", "gated_delta_inverses")
+    kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
+    return result, (floats, integers, kept, bad)
+
+
+def _guarded_bwd(how, residuals, cotangents):
+    return _by_rows(_guarded_pull, how, *residuals, cotangents), None
+
+
+_guarded.defvjp(_guarded_fwd, _guarded_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unguarded(how, floats, integers):
+    """The kernels' result."""
+    return _forward(how, floats, integers, keeps=False)[0]
+
+
+def _unguarded_fwd(how, floats, integers):
+    result, _, kept = _forward(how, floats, integers)
+    return result, (floats, integers, kept)
+
+
+def _unguarded_bwd(how, residuals, cotangents):
+    floats, integers, kept = residuals
+    return _backward(how, floats, integers, kept, cotangents), None
+
+
+_unguarded.defvjp(_unguarded_fwd, _unguarded_bwd)
+
+
+def _by_rows(run, how, *arguments):
+    """`run(how, *arguments)`, all of whose arrays have an axis of rows before all others: a mapped axis becomes rows.
+
+    So `vmap` costs what the batched call costs, and none of the branches becomes a choice between two results.
+    """
+    call = jax.custom_batching.custom_vmap(functools.partial(run, how))
+
+    @call.def_vmap
+    def _(size, is_mapped, *arguments):
+        def merge(x, is_mapped):
+            x = x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
+            return x.reshape(size * x.shape[1], *x.shape[2:])
+
+        out = _by_rows(run, how, *jax.tree.map(merge, arguments, tuple(is_mapped)))
+        out = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(*arguments)
+
+
+def _guarded_result(how, floats, integers):
+    result, bad, _ = _forward(how, floats, integers, keeps=False)
+    return jax.lax.cond(bad.any(), lambda: _contained(how, integers, floats), lambda: result)
+
+
+def _guarded_result_that_keeps(how, floats, integers):
+    result, bad, kept = _forward(how, floats, integers)
+    return jax.lax.cond(bad.any(), lambda: _contained(how, integers, floats), lambda: result), bad, kept
+
+
+def _guarded_pull(how, floats, integers, kept, bad, cotangents):
+    def again():
+        return jax.vjp(functools.partial(_contained, how, integers), floats)[1](cotangents)[0]
+
+    return jax.lax.cond(bad.any(), again, lambda: _backward(how, floats, integers, kept, cotangents))
 
 
 def _contained(how, integers, floats):
     backend, static = how
-    floats = jax.lax.optimization_barrier(
-        floats
-    )  # else XLA moves the reshapes below out of the branch: a copy each time
+    # Else XLA moves the reshapes below out of the branch: a copy each time.
+    floats = jax.lax.optimization_barrier(floats)
+
+    def run(clean):
+        floats, integers, static = _split(_with_heads_apart(clean))
+        out, state = cast(Result, _unguarded((backend, static), floats, integers))
+        return out.reshape(clean.v.shape), state
+
     problem = eqx.combine(floats, integers, static)
-    out, state = contained(lambda clean: backend.launch(clean)[0], _with_groups(problem).activated())
+    out, state = contained(run, _with_groups(problem).activated())
     return out.reshape(problem.v.shape), state
 
 
-def _guarded_fwd(how, floats, integers):
+def _forward(how, floats, integers, keeps: bool = True):
+    """The result, which rows of it are not finite, and what is kept for the backward pass."""
     backend, static = how
-    result, pull, bad = jax.vjp(lambda x: _launch(backend, eqx.combine(x, integers, static)), floats, has_aux=True)
-    result = jax.lax.cond(bad, lambda: _contained(how, integers, floats), lambda: result)
-    return result, (floats, integers, pull, bad)
+    problem = eqx.combine(floats, integers, static)
+    launch = _Launch(backend, _with_groups(problem))
+    keeps = keeps and backend.residuals != "none"
+    out, final, check, *kept = launch.forward(*launch.lay(launch.problem), keeps)
+    out, final = launch.take(out, final)
+    bad = ~jnp.isfinite(check).all(axis=tuple(range(1, check.ndim)))
+    return (out.reshape(problem.v.shape), final), bad, tuple(kept)
 
 
-def _guarded_bwd(how, residuals, cotangents):
-    floats, integers, pull, bad = residuals
+def _backward(how, floats, integers, kept, cotangents):
+    """Cotangents of `floats`."""
+    backend, static = how
+    problem = eqx.combine(floats, integers, static)
+    launch = _Launch(backend, _with_groups(problem))
+    laid, pull = jax.vjp(lambda floats: launch.lay(_with_groups(eqx.combine(floats, integers, static))), floats)
+    if backend.residuals == "none":
+        kept = launch.forward(*laid, True)[3:]
+    d_out, d_final = cotangents
+    grouped = launch.problem.v.shape
+    d_laid = launch.lay_cotangents(d_out.reshape(grouped), d_final)
+    d_operands, d_bank = backward(launch.plan.for_gradient, laid[0], launch.chunks, launch.document, kept, *d_laid)
+    return pull((d_operands, d_bank if launch.plan.has_bank else None))[0]
 
-    def again():
-        return jax.vjp(functools.partial(_contained, how, integers), floats)[1](cotangents)
 
-    return jax.lax.cond(bad, again, lambda: pull(cotangents))[0], None
+# ---- layout ----------------------------------------------------------------------------------------------------------
 
 
-_guarded.defvjp(_guarded_fwd, _guarded_bwd)
+class _Launch:
+    """The kernels of one problem: how they are built, and the way into their layout and out of it."""
+
+    def __init__(self, backend: PallasTPU, problem: Problem):
+        self.problem = problem
+        self.parts, key_dim, width = _laid_dims(problem)
+        self.sizes = settle(
+            backend.config,
+            problem.k.shape[1],
+            problem.k.shape[2],
+            problem.v.shape[2],
+            key_dim,
+            width,
+            problem.packing is not None,
+            all(gate is None or gate.shape[3] == 1 for gate in (problem.log_decay, problem.erase)),
+        )
+        self.layout = lay_out(problem, self.sizes.tokens)
+        near = promised_near(problem.log_decay_min) if _is_fine(problem) else "safe"
+        inverse, erase_max = problem.inverse, problem.erase_max
+        arithmetic = Arithmetic(problem.operand.name, problem.precision, inverse, erase_max, near or "safe")
+        has_slots = self.layout.slot is not None
+        assert isinstance(problem.scale, float)
+        self.plan = Plan(
+            sizes=self.sizes,
+            arithmetic=arithmetic,
+            forms=_forms(_with_whole_tiles(problem), self.sizes, self.parts),
+            key_dim=key_dim,
+            width=width,
+            tied=problem.tied,
+            prologue=problem.prologue,
+            scale=problem.scale,
+            has_bank=problem.initial_state is not None or has_slots,
+            has_slots=has_slots,
+            chooses=near is None,
+            keeps_inverse=backend.residuals == "all" and problem.erase is not None,
+            start_dtype=problem.operand.name,
+            interpret=backend.interpret,
+        )
+        self.chunks = _chunks(problem, self.layout, self.sizes)
+        self.document = None if self.layout.document is None else self.layout.document[:, None]
+
+    def forward(self, operands: Operands, bank, keeps: bool):
+        """Outputs, final states, sums that are not finite where an output is not, and the residuals if it `keeps`."""
+        plan = self.plan.for_gradient if keeps else self.plan
+        return forward(plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
+
+    def lay(self, problem: Problem) -> tuple[Operands, Any]:
+        """Operands and initial states in the kernels' layout: padded to whole chunks and whole lanes."""
+        operands = _lay_operands(_with_whole_tiles(problem), self.layout, self.plan.forms, self.sizes)
+        if not self.plan.has_bank:
+            return operands, None
+        bank = problem.initial_state
+        bank = jnp.zeros(problem.state_shape, problem.accumulation) if bank is None else bank
+        return operands, self._lay_states(bank)
+
+    def _lay_states(self, states):
+        _, _, _, key_dim, width = self.problem.state_shape
+        states = states.reshape(*states.shape[:4], self.parts, width // self.parts)
+        # Chunks without a document have a slot of their own, which nobody reads.
+        slots = (0, int(self.plan.has_slots))
+        tail = ((0, 0), (0, self.plan.key_dim - key_dim), (0, 0), (0, (self.plan.width - width) // self.parts))
+        states = jnp.pad(states, ((0, 0), slots, *tail))
+        return states.reshape(*states.shape[:4], self.plan.width)
+
+    def take(self, out, final) -> Result:
+        """Outputs and final states as a backend returns them."""
+        batch, slots, owners, key_dim, width = self.problem.state_shape
+        dim = width // self.parts
+        out = self.layout.gather(take_vector(out, self.plan.forms.v, self.sizes.owners, dim))
+        final = final[:, :slots, :, :key_dim].reshape(batch, slots, owners, key_dim, self.parts, -1)
+        return out.reshape(*out.shape[:2], owners, width), final[..., :dim].reshape(self.problem.state_shape)
+
+    def lay_cotangents(self, d_out, d_final):
+        """Of what the kernels return: `take` transposed, which is to lay them like values and states."""
+        form = self.plan.forms.v
+        return _lay(d_out, form, self.layout, self.sizes.owners), self._lay_states(d_final)
 
 
 def _whole_lanes(dim: int) -> int:
@@ -234,53 +345,78 @@ def _laid_dims(problem: Problem) -> tuple[int, int, int]:
     return parts, _whole_lanes(problem.k.shape[3]), parts * _whole_lanes(problem.v.shape[3] // parts)
 
 
-def _operands(problem: Problem, q, layout: ChunkLayout, sizes: Sizes, parts: int) -> tuple[Operands, Operands]:
-    """Inputs as vectors or columns of whole chunks, and the form of each."""
-    key_dim, width = problem.k.shape[3], problem.v.shape[3]
-    fill = 0.0 if problem.prologue is None else -jnp.inf  # gates of 0
-    decay: Any = problem.log_decay, problem.A_log, problem.dt_bias
-    if key_dim % LANES and decay[0] is not None and 1 < (groups := decay[0].shape[3]) < key_dim:
-        # Tiles would not lie in whole lanes.
-        decay = tuple(None if x is None else jnp.repeat(_wide(x, groups), key_dim // groups, axis=-1) for x in decay)
+def _with_whole_tiles(problem: Problem) -> Problem:
+    """Decay tiles that would not lie in whole lanes become decays of channels."""
+    key_dim, log_decay = problem.k.shape[3], problem.log_decay
+    if log_decay is None or not key_dim % LANES or not 1 < log_decay.shape[3] < key_dim:
+        return problem
+    run = key_dim // log_decay.shape[3]
+    log_decay, dt_bias = (None if x is None else jnp.repeat(x, run, axis=-1) for x in (log_decay, problem.dt_bias))
+    return dataclasses.replace(problem, log_decay=log_decay, dt_bias=dt_bias)
 
-    def vector(x, block_heads, parts=1, fill=0.0):
-        batch, time, heads, dim = x.shape
-        x = layout.lay(x.reshape(batch, time, heads * parts, dim // parts), fill)
-        form = vector_form(x, heads, dim // parts, block_heads)
-        return lay_vector(x, form, block_heads), form
+
+def _forms(problem: Problem, sizes: Sizes, parts: int) -> Operands:
+    """How each operand lies: as vectors or columns."""
+    key_heads, key_dim = problem.k.shape[2:]
+    owners, width = problem.v.shape[2:]
 
     def gate(x, dim, parts=1):
         if x is None:
-            return None, None
-        if x.shape[3] == dim > 1:
-            return vector(x, sizes.owners, parts, fill)
-        return lay_columns(layout.lay(x, fill), sizes.owners), Form(0, x.shape[3], True)
+            return None
+        heads, groups = x.shape[2:]
+        return vector_form(heads, dim // parts, sizes.owners, parts) if groups == dim > 1 else Form(0, groups, True)
 
-    laid_decay, decay_form = gate(decay[0], key_dim)
+    keys, decay = vector_form(key_heads, key_dim, sizes.key_heads), gate(problem.log_decay, key_dim)
+    fixed = None if decay is None else decay._replace(blocks=True, is_fixed=True)
+    return Operands(
+        q=keys,
+        k=keys,
+        v=vector_form(owners, width // parts, sizes.owners, parts),
+        log_decay=decay,
+        erase=gate(problem.erase, key_dim),
+        write=None if problem.tied else gate(problem.write, width, parts),
+        A_log=None if problem.A_log is None else fixed,
+        dt_bias=None if problem.dt_bias is None else fixed,
+    )
 
-    def fixed(x):
-        if x is None or decay_form is None:
-            return None, None
-        form = decay_form._replace(blocks=True, is_fixed=True)
-        return lay_fixed(_wide(x, decay[0].shape[3]), form, sizes.owners, problem.k.shape[0]), form
 
-    write = None if problem.tied else problem.write
-    pairs = [
-        vector(q, sizes.key_heads),
-        vector(problem.k, sizes.key_heads),
-        vector(problem.v, sizes.owners, parts),
-        (laid_decay, decay_form),
-        gate(problem.erase, key_dim),
-        gate(write, width, parts),
-        fixed(decay[1]),
-        fixed(decay[2]),
-    ]
-    return Operands(*(x for x, _ in pairs)), Operands(*(form for _, form in pairs))
+def _lay_operands(problem: Problem, layout: ChunkLayout, forms: Operands, sizes: Sizes) -> Operands:
+    fill = 0.0 if problem.prologue is None else -jnp.inf  # gates of 0
+
+    def vector(x, form, block_heads):
+        return _lay(x, form, layout, block_heads)
+
+    def gate(x, form):
+        return None if x is None else _lay(x, form, layout, sizes.owners, fill)
+
+    def fixed(x, form):
+        return None if x is None else lay_fixed(_wide(x, groups), form, sizes.owners)
+
+    groups = 1 if problem.log_decay is None else problem.log_decay.shape[3]
+    return Operands(
+        q=vector(problem.q, forms.q, sizes.key_heads),
+        k=vector(problem.k, forms.k, sizes.key_heads),
+        v=vector(problem.v, forms.v, sizes.owners),
+        log_decay=gate(problem.log_decay, forms.log_decay),
+        erase=gate(problem.erase, forms.erase),
+        write=None if problem.tied else gate(problem.write, forms.write),
+        A_log=fixed(problem.A_log, forms.A_log),
+        dt_bias=fixed(problem.dt_bias, forms.dt_bias),
+    )
+
+
+def _lay(x, form: Form, layout: ChunkLayout, block_heads: int, fill: float = 0.0):
+    """`[batch, time, heads, dim]` as vectors or columns of whole chunks."""
+    if not form.is_vector:
+        return lay_columns(layout.lay(x, fill), block_heads)
+    batch, time, heads, dim = x.shape
+    x = layout.lay(x.reshape(batch, time, heads * form.heads, dim // form.heads), fill)
+    return lay_vector(x, form, block_heads)
 
 
 def _wide(x, groups: int):
-    """A number per head for each of its decay groups."""
-    return jnp.broadcast_to(x[:, None], (x.shape[0], groups)) if x.ndim == 1 else x
+    """`[batch, owners, groups]`: a number per head for each of its decay groups."""
+    return jnp.broadcast_to(x[..., None], (*x.shape, groups)) if x.ndim == 2 else x
 
 
 def _chunks(problem: Problem, layout: ChunkLayout, sizes: Sizes) -> Chunks:
@@ -298,32 +434,3 @@ def _chunks(problem: Problem, layout: ChunkLayout, sizes: Sizes) -> Chunks:
         last = layout.document[:, sizes.chunk - 1 :: sizes.chunk]
         entry = jnp.concatenate([jnp.zeros_like(last[:, :1]), last[:, :-1]], axis=1)
     return Chunks(*(x.astype(jnp.int32).reshape(-1) for x in (slot, begin, end, entry)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _run(recomputes: bool, plan: Plan, operands: Operands, chunks: Chunks, document, bank):
-    return tuple(forward(plan, operands, chunks, document, bank, operands.v.dtype, keeps=False))
-
-
-def _run_fwd(recomputes, plan, operands, chunks, document, bank):
-    if recomputes:
-        return _run(recomputes, plan, operands, chunks, document, bank), (operands, chunks, document, bank, ())
-    out, final, check, *kept = _forward_that_keeps(plan, operands, chunks, document, bank)
-    names = ("gated_delta_states", "gated_delta_inverses")
-    kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
-    return (out, final, check), (operands, chunks, document, None, kept)
-
-
-def _run_bwd(recomputes, plan, residuals, cotangents):
-    operands, chunks, document, bank, kept = residuals
-    if recomputes:
-        kept: Any = _forward_that_keeps(plan, operands, chunks, document, bank)[3:]
-    d_operands, d_bank = backward(plan.for_gradient, operands, chunks, document, kept, *cotangents[:2])
-    return d_operands, Chunks(None, None, None, None), None, d_bank if plan.has_bank else None
-
-
-def _forward_that_keeps(plan, operands, chunks, document, bank):
-    return forward(plan.for_gradient, operands, chunks, document, bank, operands.v.dtype, keeps=True)
-
-
-_run.defvjp(_run_fwd, _run_bwd)
