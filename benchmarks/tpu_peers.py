@@ -2,12 +2,16 @@
 
     make tpu-schedule                                        # installs the peers, then runs this: about half an hour
     make tpu-schedule ARGS="--only KDA --chip v6e"
+    make tpu-schedule ARGS="--only requests"                 # one token of many requests
     make tpu-schedule ARGS="--no-peers --time 65536"         # ours only, at another length
 
 One sequence of 8192 tokens, bf16 q, k, v, float32 gates in log space, forward and forward + backward, everything that
 XLA adds included. Figures are cycles of one TensorCore per token and value head; `tpu_schedule.py` says what they
-count. Ours and the peers are compiled by the same jax and libtpu, those of `benchmarks/tpu-peers.txt`. All figures stay
-in `--json`, and a peer that stands there with the same versions is not compiled again.
+count. And one token of 1 to 256 requests, whose float32 states are updated in place: estimated time, and bytes over
+those of one read and one write of the states.
+
+Ours and the peers are compiled by the same jax and libtpu, those of `benchmarks/tpu-peers.txt`. All figures stay in
+`--json`, and a peer that stands there with the same versions is not compiled again.
 """
 
 import argparse
@@ -70,6 +74,19 @@ ROWS = (
     ),
     Row("GDN-2, 16 heads", "gdn2()", {"deltanet-tpu GDN-2": "deltanet_tpu(kind='gdn2')"}),
 )
+STEPS = {
+    batch: Row(
+        f"GDN, 16 key heads, 32 value heads, {batch} requests",
+        f"step(batch={batch})",
+        {"deltanet-tpu step, plain JAX": f"deltanet_tpu_step(batch={batch})"},
+        {
+            "flywheel GDN layer": f"flywheel_layer_step(batch={batch})",
+            "tokamax GDN layer": f"tokamax_layer_step(batch={batch})",
+        },
+    )
+    for batch in (1, 8, 64, 256)
+}
+STATE_BYTES = 32 * 128 * 128 * 4  # of one request
 
 
 class Schedules:
@@ -115,6 +132,65 @@ def add(table: Table, name: str, record: dict, ours: dict | None = None):
     table.add_row(name, per_token(record), f"{ratio:.2f}" if comparable else "", *cost_cells(record["all"]))
 
 
+def sequences(schedules: Schedules, chip: str, backward: bool, options) -> bool:
+    """The table of a pass over one sequence; whether anything failed."""
+    title = f"{chip}, {'forward + backward' if backward else 'forward'}: by the compiler's schedule, one TensorCore"
+    columns = ("implementation", "cycles per token and head:\nPallas + glue = all", "over ours", *COST_COLUMNS)
+    table = new_table(title, *columns, left=("implementation",))
+    shown: list[tuple[str, dict]] = []
+    for row in ROWS:
+        if options.only not in row.name:
+            continue
+        ours = schedules.get("ours.py", row.ours, chip, backward, again=True)
+        add(table, row.name, ours)
+        shown.append((row.name, ours))
+        peers = {} if options.no_peers or options.batch else row.peers | ({} if backward else row.layers)
+        for name, call in peers.items():
+            shown.append((name, schedules.get("peers.py", call, chip, backward, options.again)))
+            add(table, f"  {name}", shown[-1][1], ours)
+        table.add_section()
+    return show(table, shown)
+
+
+def steps(schedules: Schedules, chip: str, options) -> bool:
+    """The table of one token of many requests; whether anything failed."""
+    title = f"{chip}, one token of many requests: by the compiler's schedule, one TensorCore"
+    columns = ("implementation", "time over ours", "bytes over the least", *COST_COLUMNS)
+    table = new_table(title, *columns, left=("implementation",))
+    shown: list[tuple[str, dict]] = []
+    for batch, row in STEPS.items():
+        if options.only not in row.name:
+            continue
+        ours = schedules.get("ours.py", row.ours, chip, False, again=True)
+        add_step(table, row.name, ours, batch)
+        shown.append((row.name, ours))
+        for name, call in ({} if options.no_peers else row.peers | row.layers).items():
+            shown.append((name, schedules.get("peers.py", call, chip, False, options.again)))
+            add_step(table, f"  {name}", shown[-1][1], batch, ours)
+        table.add_section()
+    return show(table, shown)
+
+
+def show(table: Table, shown: list[tuple[str, dict]]) -> bool:
+    """Print the table, if it has a row, and what has to be known beside it; whether anything failed."""
+    if shown:
+        console().print(table)
+    for name, record in shown:
+        for note in notes(record) if "error" not in record else ():
+            console().print(f"{name}: {note}", style="yellow", highlight=False, soft_wrap=True)
+    return any("error" in record for _, record in shown)
+
+
+def add_step(table: Table, name: str, record: dict, batch: int, ours: dict | None = None):
+    if "error" in record:
+        table.add_row(name, record["error"].strip().splitlines()[-1][:60])
+        return
+    moved = (record["all"]["hbm_read"] + record["all"]["hbm_written"]) / (2 * batch * STATE_BYTES)
+    comparable = ours is not None and "error" not in ours
+    ratio = f"{record['all']['seconds'] / ours['all']['seconds']:.2f}" if comparable else ""
+    table.add_row(name, ratio, f"{moved:.2f}", *cost_cells(record["all"]))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--chip", action="append", choices=CHIPS, help="may be repeated; default tpu7x and v6e")
@@ -139,27 +215,9 @@ def main():
     failed = False
     for chip in options.chip or ["tpu7x", "v6e"]:
         for backward in (False, True):
-            pass_name = "forward + backward" if backward else "forward"
-            title = f"{chip}, {pass_name}: by the compiler's schedule, one TensorCore"
-            columns = ("implementation", "cycles per token and head:\nPallas + glue = all", "over ours", *COST_COLUMNS)
-            table = new_table(title, *columns, left=("implementation",))
-            shown: list[tuple[str, dict]] = []
-            for row in ROWS:
-                if options.only not in row.name:
-                    continue
-                ours = schedules.get("ours.py", row.ours, chip, backward, again=True)
-                add(table, row.name, ours)
-                shown.append((row.name, ours))
-                peers = {} if options.no_peers or options.batch else row.peers | ({} if backward else row.layers)
-                for name, call in peers.items():
-                    shown.append((name, schedules.get("peers.py", call, chip, backward, options.again)))
-                    add(table, f"  {name}", shown[-1][1], ours)
-                table.add_section()
-            console().print(table)
-            for name, record in shown:
-                for note in notes(record) if "error" not in record else ():
-                    console().print(f"{name}: {note}", style="yellow", highlight=False, soft_wrap=True)
-                failed |= "error" in record
+            failed |= sequences(schedules, chip, backward, options)
+        if not settings:
+            failed |= steps(schedules, chip, options)
     print("versions:", ", ".join(f"{name} {version}" for name, version in schedules.versions.items()))
     raise SystemExit(failed)
 

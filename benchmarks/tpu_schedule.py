@@ -4,7 +4,8 @@
     python benchmarks/tpu_schedule.py "my_kernel.py:forward(chunk=64)" "my_kernel.py:forward(chunk=128)" --ratio 1
 
 A function returns `(callable, arguments)`, the arguments as a list of `jax.ShapeDtypeStruct`; a third element, a dict,
-may say `tokens`, `heads`, `settle` (a list of what --settle takes) and `operands`. libtpu (`pip install jax[tpu]`, no
+may say `tokens`, `heads`, `settle` (a list of what --settle takes) and `operands`. A callable that donates arguments is
+under `jax.jit` already. libtpu (`pip install jax[tpu]`, no
 TPU needed) compiles it in a process of its own and dumps its final bundles. Their scalar code is executed, so that
 loops and grids count as often as they run. Each bundle is one cycle; a stall is an empty bundle.
 

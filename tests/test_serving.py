@@ -18,12 +18,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from gated_delta import GDN, GDN2, DeltaNet, Recurrent
+from gated_delta.pallas import PallasTPU
 from gated_delta.serving import (
     ReplayWindow,
     StatePool,
     begin_replay,
     commit,
     end_replay,
+    pooled_step,
     prefill,
     window,
 )
@@ -203,6 +205,32 @@ def alone(name, x, state):
     """Outputs, and the state after each token: one request, the recurrence token by token."""
     outs, states = _alone(name)(x, state)
     return np.asarray(outs), [row_of(states, t) for t in range(len(x))]
+
+
+# ---- steps in place --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name, kernel", [("gdn", False), ("delta", False), ("gdn", True), ("gdn2", True)])
+def test_a_step_in_the_slots_is_one_between_gather_and_scatter(name, kernel):
+    mixer, x = make_mixer(name), draw(1, 4, MODEL)
+    if kernel:
+        mixer = eqx.tree_at(lambda m: m.backend, mixer, PallasTPU(interpret=True), is_leaf=lambda a: a is None)
+    pool = StatePool(mixer.init_state(), 5)
+    pool = pool.scatter(np.arange(5), random_states(pool, 0, 5))
+    pool = eqx.tree_at(lambda p: p.states, pool, jax.tree.map(lambda a: a.at[4].set(jnp.nan), pool.states))
+    slots, fresh = np.array([3, -1, 4, 0]), np.array([False, False, True, False])
+    out, states = fast_jit(lambda s: pooled_step(mixer, x, s, slots, fresh=fresh))(pool.states)
+    wanted, new = fast_jit(lambda x, s: make_mixer(name).step(x, s))(x, pool.gather(slots, fresh))
+    wanted_states = pool.scatter(slots, new).states
+    assert_close((row_of(out, [0, 2, 3]), states), (row_of(wanted, [0, 2, 3]), wanted_states))
+    assert_equal(row_of(states, [1, 2]), row_of(pool.states, [1, 2]))
+
+
+def test_a_step_in_the_slots_keeps_their_dtype():
+    mixer, slots = make_mixer("gdn"), np.array([1, 0])
+    pool = StatePool(mixer.init_state(), 2, recurrent_dtype=jnp.bfloat16)
+    _, states = fast_jit(lambda s: pooled_step(mixer, draw(0, 2, MODEL), s, slots))(pool.states)
+    assert jax.tree.map(lambda a: a.dtype, states) == jax.tree.map(lambda a: a.dtype, pool.states)
 
 
 # ---- windows ---------------------------------------------------------------------------------------------------------
@@ -409,6 +437,31 @@ def bad_calls():
             ValueError,
             "needs `states.q_window` to be float32, as in the pool, but it is int32",
         ),
+        "step with time": (
+            lambda: pooled_step(mixer, x, pool.states, slots),
+            ValueError,
+            r"`x` must be \[rows, model\] with model = 4, but its shape is \(2, 3, 4\)",
+        ),
+        "step of fewer slots": (
+            lambda: pooled_step(mixer, x[:, 0], pool.states, slots[:1]),
+            ValueError,
+            r"one entry for each of the 2 rows of this call, -1 for padding, but its shape is \(1,\)",
+        ),
+        "step twice": (
+            lambda: pooled_step(mixer, x[:, 0], pool.states, np.array([1, 1])),
+            ValueError,
+            "`pooled_step` needs slots that differ from row to row .* but one comes twice: 1",
+        ),
+        "step without slots": (
+            lambda: pooled_step(mixer, x[:, 0], None, slots),
+            ValueError,
+            "needs `states` with a leading axis of at least one slot",
+        ),
+        "step of one state": (
+            lambda: pooled_step(mixer, x[:, 0], mixer.init_state(), slots),
+            ValueError,
+            r"`state.q_window` must have the shape \(2, 3, 3\)",
+        ),
         "layout": (
             lambda: mixer(x, transposed),
             ValueError,
@@ -517,6 +570,12 @@ class Programs:
             out, state = plain.step(x, state)
             return (out[:, None],), pool.scatter(slots, (state, replay))
 
+        def step_in_place(pool, slots, fresh, x):
+            self.traces["step_in_place"] += 1
+            out, state = pooled_step(plain, x, pool.states[0], slots, fresh=fresh)
+            pool = pool.scatter(slots, pool.gather(slots, fresh))  # what is fresh begins in the other layer too
+            return (out[:, None],), eqx.tree_at(lambda p: p.states, pool, (state, pool.states[1]))
+
         def speculate(pool, slots, fresh, x, accepted):
             self.traces["speculate"] += 1
             state, replay = pool.gather(slots, fresh)
@@ -536,7 +595,8 @@ class Programs:
 
         donating = functools.partial(fast_jit, donate_argnums=0)
         self.make_pool = fast_jit(lambda: StatePool(initial(), SLOTS))
-        self.run_prompts, self.step, self.speculate = map(donating, (run_prompts, step, speculate))
+        self.run_prompts, self.speculate = map(donating, (run_prompts, speculate))
+        self.step, self.step_in_place = map(donating, (step, step_in_place))
         self.reset = donating(lambda pool, slots: pool.reset(slots))
         self.copy = donating(lambda pool, old, new: pool.scatter(new, pool.gather(old)))
         self.load = donating(lambda pool, slots, states: pool.scatter(slots, states))
@@ -599,10 +659,11 @@ class Server(RuleBasedStateMachine):
         lengths = np.where(_is_taken(slots), lengths, 0)
         self._run(self.programs.run_prompts, seed, slots, fresh, PIECE, lengths, lengths)
 
-    @rule(seed=SEEDS, order=ORDERS, padding=PADDING)
-    def step(self, seed, order, padding):
+    @rule(seed=SEEDS, order=ORDERS, padding=PADDING, in_place=st.booleans())
+    def step(self, seed, order, padding, in_place):
         slots, fresh = self._rows(order, padding)
-        self._run(lambda p, s, f, x, n: self.programs.step(p, s, f, x[:, 0]), seed, slots, fresh, 1, np.ones(3, int))
+        step = self.programs.step_in_place if in_place else self.programs.step
+        self._run(lambda p, s, f, x, n: step(p, s, f, x[:, 0]), seed, slots, fresh, 1, np.ones(3, int))
 
     @rule(seed=SEEDS, order=ORDERS, accepted=up_to(WINDOW), padding=PADDING)
     def speculate(self, seed, order, accepted, padding):
@@ -703,16 +764,16 @@ def test_requests_never_mix_in_two_hundred_long_runs():
     run_state_machine_as_test(Server, settings=settings(max_examples=200, stateful_step_count=50))
 
 
-WINDOWS = sys.modules["gated_delta.serving._window"]
+WINDOWS, SLOTS_OF = (sys.modules[f"gated_delta.{name}"] for name in ("serving._window", "_slots"))
 GATHER, CUT, COMMIT = StatePool.gather, WINDOWS._cut, WINDOWS._commit
 
 
-def from_the_end(pool, slots):
-    return jnp.where(slots >= pool.slots, pool.slots, slots).astype(jnp.int32)
+def from_the_end(slots, count):
+    return jnp.where(slots >= count, count, slots).astype(jnp.int32)
 
 
-def beyond_is_the_last(pool, slots):
-    return jnp.where(slots < 0, 2 * pool.slots, jnp.minimum(slots, pool.slots - 1)).astype(jnp.int32)
+def beyond_is_the_last(slots, count):
+    return jnp.where(slots < 0, 2 * count, jnp.minimum(slots, count - 1)).astype(jnp.int32)
 
 
 def one_more(accepted, lead, tokens):
@@ -729,8 +790,8 @@ def last_inputs(x, begins, length):
 
 PLANTED_RUNS = settings(max_examples=30, stateful_step_count=30, report_multiple_bugs=False, print_blob=False)
 PLANTED = {
-    "a negative slot counts from the end": (StatePool, "_target", from_the_end),
-    "a slot beyond the end is the last": (StatePool, "_target", beyond_is_the_last),
+    "a negative slot counts from the end": (SLOTS_OF, "target", from_the_end),
+    "a slot beyond the end is the last": (SLOTS_OF, "target", beyond_is_the_last),
     "a fresh request goes on": (StatePool, "gather", lambda pool, slots, fresh=None: GATHER(pool, slots)),
     "one token more is kept": (WINDOWS, "_check_accepted", one_more),
     "rejected tokens stay recorded": (WINDOWS, "_commit", all_recorded),

@@ -120,7 +120,7 @@ def main(function: str, keywords: dict, chip: str, folder: str, flags: dict):
     with jax.sharding.use_abstract_mesh(mesh):
         call, arguments, *facts = build(**keywords)
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), list(arguments))
-        traced = jax.jit(call).trace(*arguments)
+        traced = (call if hasattr(call, "trace") else jax.jit(call)).trace(*arguments)
         lowered = traced.lower()
     compiled = lowered.compile(compiler_options=flags)
     memory = compiled.memory_analysis()

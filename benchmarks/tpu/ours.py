@@ -7,6 +7,8 @@ then the gradients of every input, as one program), `inverse`, `config` (of `Til
 other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead), `raw` (`True`: `gated_delta_raw`,
 with bf16 q and k before their norm and float32 gates before their activations; `"outside"`: norm and activations by
 XLA, then `gated_delta`). Each function returns `(callable, arguments, facts)`.
+
+`step` is one token of `batch` requests, whose float32 states lie in the slots of a pool that is donated.
 """
 
 import dataclasses
@@ -15,7 +17,16 @@ import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
-from gated_delta import Chunked, Gates, RawGates, gated_delta, gated_delta_raw
+from gated_delta import (
+    Chunked,
+    Gates,
+    RawGates,
+    Recurrent,
+    gated_delta,
+    gated_delta_raw,
+    gated_delta_raw_step,
+    gated_delta_step,
+)
 from gated_delta._activations import l2_normalize
 from gated_delta.pallas import PallasTPU, TileConfig
 
@@ -80,6 +91,47 @@ def gdn2(heads=16, **options):
 def olmo(**options):
     """30 heads of width 96 and 192."""
     return _case(Heads(30, 30, 96, 192), options, decay=1, tied=True, erase_max=2)
+
+
+STEPS = {
+    "gdn": (Heads(16, 32, owners=32), 1),
+    "kda": (Heads(32, 32), 128),
+    "gdn2": (Heads(16, 16), 128),
+    "sla": (Heads(4, 16, key_dim=256), 4),
+    "olmo": (Heads(30, 30, 96, 192), 1),
+}
+
+
+def step(
+    kind="gdn", batch=8, heads=None, raw=False, state="float32", config=None, plain=False, xla=False, backend=None
+):
+    """`heads`: of `Heads`, if not those of `kind`; `state`: what the pool is stored in; `plain`: a state for each row,
+    no pool; `xla`: by `Recurrent`."""
+    usual, decay = STEPS[kind]
+    heads = usual if heads is None else Heads(**heads)
+    runs = Recurrent() if xla else PallasTPU(config=TileConfig(**(config or {})), **(backend or {}))
+    owners = heads.owners or heads.key
+    key, value = Shape((batch, heads.key, heads.key_dim), bf16), Shape((batch, heads.value, heads.value_dim), bf16)
+    gates = [Shape((batch, owners, decay), f32)]
+    gates += [Shape(key.shape, f32), Shape(value.shape, f32)] if kind == "gdn2" else [Shape((batch, owners, 1), f32)]
+    if raw:
+        gates += [Shape((owners,), f32), Shape((owners, decay), f32)]
+    pool = Shape((batch, heads.value, heads.key_dim, heads.value_dim), state)
+
+    def run(pool, slots, q, k, v, *gates):
+        options = dict(slots=None if plain else slots, backend=runs)
+        tied = kind != "gdn2"
+        if raw:
+            *gates, A_log, dt_bias = gates
+            made = RawGates(*gates, A_log=A_log, dt_bias=dt_bias, is_tied=tied)
+            return gated_delta_raw_step(q, k, v, made, pool, **options)
+        return gated_delta_step(q, k, v, Gates(*gates, is_tied=tied), pool, **options)
+
+    # Every row is a request that goes on, in the slot of its number.
+    settled = {} if plain else {"gated_delta_step": {0: list(range(batch))}}
+    arguments = [pool, Shape((batch,), jnp.int32), key, key, value, *gates]
+    facts = {"tokens": batch, "heads": heads.value, "operands": settled, "settle": ["TLP:2=skip"]}  # it is donated
+    return jax.jit(run, donate_argnums=0), arguments, facts
 
 
 def _case(heads: Heads, options: dict, *, decay: int, tied: bool, **promises):

@@ -1,9 +1,9 @@
 """The peers at the work of our cases: one function each, for `tpu_schedule.py` in an environment that has them
 installed (`benchmarks/tpu-peers.txt`).
 
-One sequence, no initial state, key and value width 128, bf16 q, k, v, float32 gates in log space, nothing normalised; a
-peer that is served only as a fused layer (convolution, activation, norm and gates inside) says so in its name. Each
-function returns `(callable, arguments, facts)`.
+One sequence (or, of a step, one token of every request), no initial state, key and value width 128, bf16 q, k, v,
+float32 gates in log space, nothing normalised; a peer that is served only as a fused layer (convolution, activation,
+norm and gates inside) says so in its name. Each function returns `(callable, arguments, facts)`.
 """
 
 import jax
@@ -82,6 +82,43 @@ def _layer(time, heads, key_heads, gate_width):
     return arrays, sequence, dict(n_kq=key_heads, n_v=heads, d_k=WIDTH, d_v=WIDTH, kernel_size=4)
 
 
+def _decoding_layer(batch, heads, key_heads, gate_width):
+    """The same for one token of each of `batch` requests that go on, in the slots from 1 (0 is for padding)."""
+    arrays, _, sizes = _layer(batch, heads, key_heads, gate_width)
+    for name in ("conv_state", "recurrent_state"):
+        arrays[name] = Shape((batch + 1, *arrays[name].shape[1:]), arrays[name].dtype)
+    slots = np.arange(1, batch + 1, dtype=np.int32)
+    sequence = {
+        "query_start_loc": np.arange(batch + 1, dtype=np.int32),
+        "state_indices": slots,
+        "distribution": np.full(3, batch, np.int32),
+        "seq_lens": np.full(batch, 9, np.int32),
+        "read_state_indices": slots,
+    }
+    return arrays, sequence, sizes
+
+
+def _donating(forward, arrays):
+    """Under `jit`, with both states updated in place."""
+    names = [*arrays]
+    return jax.jit(forward, donate_argnums=(names.index("conv_state"), names.index("recurrent_state")))
+
+
+def deltanet_tpu_step(kind="gdn", batch=8, heads=32, key_heads=16):
+    import deltanet_tpu
+
+    op = {"gdn": deltanet_tpu.gdn_decode_step, "kda": deltanet_tpu.kda_decode_step}[kind]
+    key, value = (Shape((batch, h, WIDTH), bf16) for h in (key_heads, heads))
+    decay = Shape(value.shape[:2], f32) if kind == "gdn" else Shape(key.shape, f32)
+    state = Shape((batch, heads, WIDTH, WIDTH), f32)
+    arguments = [state, key, key, value, decay, Shape(value.shape[:2] if kind == "gdn" else key.shape[:2], f32)]
+
+    def forward(state, *arguments):
+        return op(*arguments, state)
+
+    return jax.jit(forward, donate_argnums=0), arguments, {"tokens": batch, "heads": heads}
+
+
 def flywheel_layer(kind, time=8192, heads=16, key_heads=None):
     from flywheel_tpu import linear_attention
 
@@ -92,6 +129,18 @@ def flywheel_layer(kind, time=8192, heads=16, key_heads=None):
         return op(*arguments, *map(jnp.asarray, sequence.values()), **sizes)[1]
 
     return forward, [*arrays.values()], {"tokens": time, "heads": heads}
+
+
+def flywheel_layer_step(kind="gdn", batch=8, heads=32, key_heads=16):
+    from flywheel_tpu import linear_attention
+
+    op = {"gdn": linear_attention.fused_conv1d_gdn, "kda": linear_attention.fused_conv1d_kda}[kind]
+    arrays, sequence, sizes = _decoding_layer(batch, heads, key_heads, heads if kind == "gdn" else heads * WIDTH)
+
+    def forward(*arguments):
+        return op(*arguments, *map(jnp.asarray, sequence.values()), **sizes)
+
+    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads}
 
 
 def tokamax_layer(time=8192, heads=16, key_heads=None):
@@ -105,3 +154,16 @@ def tokamax_layer(time=8192, heads=16, key_heads=None):
         return op(**dict(zip(arrays, arguments)), **constants, **sizes)[1]
 
     return forward, [*arrays.values()], {"tokens": time, "heads": heads}
+
+
+def tokamax_layer_step(batch=8, heads=32, key_heads=16):
+    from tokamax._src.ops.causal_conv1d_gated_delta_rule import pallas_mosaic_tpu as tokamax
+
+    op = tokamax.PallasMosaicTpuCausalConv1dGatedDeltaRule(bypass_device_check=True)
+    arrays, sequence, sizes = _decoding_layer(batch, heads, key_heads, heads)
+
+    def forward(*arguments):
+        constants = {name: jnp.asarray(x) for name, x in sequence.items()}
+        return op(**dict(zip(arrays, arguments)), **constants, **sizes)
+
+    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads}

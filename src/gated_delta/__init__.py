@@ -1,6 +1,7 @@
 """Gated delta rules as one operator: see `gated_delta`."""
 
 from ._backend import AbstractBackend as AbstractBackend
+from ._backend import AbstractStepper as AbstractStepper
 from ._backend import Problem as Problem
 from ._chunked import Chunked as Chunked
 from ._conv import ShortConv as ShortConv
@@ -16,11 +17,12 @@ from ._layer import MixerState as MixerState
 from ._op import explain as explain
 from ._op import gated_delta as gated_delta
 from ._op import gated_delta_raw as gated_delta_raw
-from ._op import gated_delta_step as gated_delta_step
 from ._params import cast_params as cast_params
 from ._params import weight_decay_mask as weight_decay_mask
 from ._raw_gates import RawGates as RawGates
 from ._recurrent import Recurrent as Recurrent
+from ._step import gated_delta_raw_step as gated_delta_raw_step
+from ._step import gated_delta_step as gated_delta_step
 from ._variant import MixerConfig as MixerConfig
 from ._variant import Variant as Variant
 from .variants import GDN as GDN

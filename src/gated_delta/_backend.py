@@ -126,6 +126,33 @@ class AbstractBackend(eqx.Module):
         """Why this backend cannot run `problem` (whose arrays may be shapes only), or `None` if it can."""
 
 
+StepResult = tuple[Float[Array, "batch value_heads value_dim"], Float[Array, "states value_heads key_dim value_dim"]]
+
+
+class AbstractStepper(AbstractBackend):
+    """A backend that `gated_delta_step` can name too: it runs one token of every row, from and to where its state lies.
+
+    It keeps what is not finite to its own row and heads, limits log decays itself, and takes raw problems if it
+    `takes_raw`.
+    """
+
+    @abc.abstractmethod
+    def step(self, problem: Problem, state: Any, slots: Any, fresh: Any) -> StepResult:
+        """Outputs in the accumulation dtype, or rounded to that of the operands, and the new states, in the dtype and
+        shape of `state`.
+
+        - `problem`: of one token, without packing and without an initial state.
+        - `state`: `[states, value_heads, key_dim, value_dim]`.
+        - `slots`: which of them belongs to each row; what is no slot is a padding row: its output is 0, and it touches
+            nothing. `None`: there is one state for each row.
+        - `fresh`: rows that begin with zeros, whatever their state holds; `None`: no row does.
+        """
+
+    @abc.abstractmethod
+    def why_not_step(self, problem: Problem, state: Any) -> str | None:
+        """Why this backend cannot run that (`state` may be a shape only), or `None` if it can."""
+
+
 def check_named(named: Any):
     """A `backend` argument is a backend or `None`.
 

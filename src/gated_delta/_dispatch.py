@@ -1,8 +1,9 @@
 """The only file that knows every backend: which one runs a problem, and why the others cannot."""
 
 import dataclasses
+from typing import Any
 
-from ._backend import AbstractBackend, Problem, check_named
+from ._backend import AbstractBackend, AbstractStepper, Problem, check_named
 from ._chunked import Chunked
 from ._recurrent import Recurrent
 from ._types import no_type_check
@@ -55,18 +56,53 @@ def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
     check_named(named)
     reason = named.why_not(problem)
     if reason is not None:
-        raise ValueError(
-            f"{named} cannot run: {reason}. A named backend is never replaced; `backend=None` takes the first that can "
-            "run, and `gated_delta.explain` lists them."
-        )
+        raise _refusal(named, reason)
     return named
 
 
+@no_type_check
+def choose_stepper(problem: Problem, state: Any, named: AbstractBackend | None) -> AbstractStepper:
+    """The backend named, or else the recurrence, for one token of every row.
+
+    **Raises:** as `choose`.
+    """
+    if named is None:
+        return Recurrent()
+    check_named(named)
+    reason = _why_not_step(named, problem, state)
+    if reason is not None:
+        raise _refusal(named, reason)
+    assert isinstance(named, AbstractStepper)
+    return named
+
+
+def _why_not_step(backend: AbstractBackend, problem: Problem, state: Any) -> str | None:
+    if isinstance(backend, AbstractStepper):
+        return backend.why_not_step(problem, state)
+    return "it has no form for single tokens; Recurrent and PallasTPU have"
+
+
+def _refusal(named: AbstractBackend, reason: str) -> ValueError:
+    return ValueError(
+        f"{named} cannot run: {reason}. A named backend is never replaced; `backend=None` takes the first that can "
+        "run, and `gated_delta.explain` lists them."
+    )
+
+
 def explain_problem(problem: Problem, named: AbstractBackend | None) -> Explanation:
-    known = (*backends(), *named_only())
-    tried = known if named is None else (named, *(b for b in known if b != named))
-    reasons = {str(backend): backend.why_not(problem) for backend in tried}
+    reasons = {str(backend): backend.why_not(problem) for backend in _tried(named)}
     return Explanation(choose(problem, named), reasons, describe(problem))
+
+
+def explain_step(problem: Problem, state: Any, named: AbstractBackend | None) -> Explanation:
+    """The same of one token of every row, from `state`."""
+    reasons = {str(backend): _why_not_step(backend, problem, state) for backend in _tried(named)}
+    return Explanation(choose_stepper(problem, state, named), reasons, describe(problem))
+
+
+def _tried(named: AbstractBackend | None) -> tuple[AbstractBackend, ...]:
+    known = (*backends(), *named_only())
+    return known if named is None else (named, *(b for b in known if b != named))
 
 
 def describe(problem: Problem) -> str:

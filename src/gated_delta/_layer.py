@@ -9,15 +9,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._activations import Activation, NormNumerics, gated_rms_norm, l2_normalize
-from ._backend import AbstractBackend, check_named
+from ._backend import AbstractBackend, AbstractStepper, check_named
 from ._conv import ShortConv
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
 from ._linear import Linear
 from ._op import _check_inverse, _check_precision, gated_delta, gated_delta_raw
 from ._raw_gates import RawGates
-from ._recurrent import Recurrent
 from ._rows import Rows, make_rows
+from ._step import gated_delta_raw_step, gated_delta_step
 from ._types import accumulation_dtype, as_float_array, operand_dtype
 from ._variant import MixerConfig, no_type_check
 
@@ -189,15 +189,21 @@ class GatedDeltaMixer(eqx.Module):
         """One token of a sequence, `x` `[model]`, or of a batch of them, `[batch, model]`: the decoding form.
 
         Feeding tokens one by one equals one call. The new state has the shapes and dtypes of the old, so `step` can be
-        the body of a `lax.scan`. `init_state` makes the first one.
+        the body of a `lax.scan`. `init_state` makes the first one. It runs by XLA, or by `backend` where that is a
+        `PallasTPU`. For states in the slots of a pool there is `gated_delta.serving.pooled_step`.
         """
         x = as_float_array("x", x)
         self._check_x(x, (1, 2), "[model] or [batch, model]")
         if state is None:
             raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
         self._check_state(state, x.shape[:-1])
-        out, state = self._run(x[..., None, :], state, None, Recurrent())
-        return out[..., 0, :], state
+        single = x.ndim == 1
+        if single:
+            x, state = x[None], jax.tree.map(lambda a: a[None], state)
+        windows = (state.q_window, state.k_window, state.v_window)
+        out, windows, recurrent = self._run_token(x, windows, state.recurrent, None, None)
+        state = MixerState(*windows, recurrent)
+        return (out[0], jax.tree.map(lambda a: a[0], state)) if single else (out, state)
 
     def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:
         """The state before the first token, all zeros: for one sequence, or for `batch` sequences (or documents).
@@ -235,6 +241,31 @@ class GatedDeltaMixer(eqx.Module):
             out = rows.scatter(out)
         return out, MixerState(windows[0], windows[1], windows[2], recurrent)
 
+    def _run_token(self, x, windows, recurrent, slots, fresh):
+        """Output, windows and recurrent states of one token of every row, `x` `[batch, model]`.
+
+        `windows` are those of the rows; `recurrent` has a state for each row too, or those of a pool with their
+        `slots`.
+        """
+        x, inputs, fine = self._project(x[:, None])
+        convolved = [
+            self._convolve(conv, a, window, None)
+            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
+        ]
+        (q, k, v), windows = zip(*convolved, strict=True)
+        x, q, k, v, fine = (a[:, 0] for a in (x, q, k, v, fine))
+        q, k, v = self._split_heads(q, k, v, fine, x.dtype)
+        backend = self.backend if isinstance(self.backend, AbstractStepper) else None
+        is_raw = self._is_raw(backend)
+        q, k = self._raw_vectors(q, k, x.dtype) if is_raw else self._normalise(q, k, x.dtype)
+        gates: Any = self._raw_gates(x) if is_raw else self._gates(x)
+        options: dict[str, Any] = dict(slots=slots, fresh=fresh, scale=self.config.variant.scale, backend=backend)
+        if is_raw:
+            out, final = gated_delta_raw_step(q, k, v, gates, recurrent, qk_norm=self.config.variant.qk_norm, **options)
+        else:
+            out, final = gated_delta_step(q, k, v, gates, recurrent, **options)
+        return self._finish(x, out), windows, final.astype(recurrent.dtype)
+
     def _project(self, x):
         """`x` and the inputs of the three convolutions without the tokens that are not finite, and which are.
 
@@ -270,7 +301,7 @@ class GatedDeltaMixer(eqx.Module):
         the dtype it came in."""
         is_raw = self._is_raw(backend)
         if is_raw:
-            q, k = (a.astype(operand_dtype(x.dtype)) for a in (q, k))  # float16 may not hold them before their norm
+            q, k = self._raw_vectors(q, k, x.dtype)
         else:
             q, k = self._normalise(q, k, x.dtype)
         gates: Any = None if is_raw else self._gates(x)
@@ -290,6 +321,10 @@ class GatedDeltaMixer(eqx.Module):
             out, final = gated_delta(q, k, v, gates, **options)
         final = final if state is None else final.astype(state.dtype)
         return (out[0], final[0]) if single else (out, final)
+
+    def _raw_vectors(self, q, k, dtype):
+        """In what the operator computes: float16 may not hold them before their norm."""
+        return q.astype(operand_dtype(dtype)), k.astype(operand_dtype(dtype))
 
     def _normalise(self, q, k, dtype):
         if self.config.variant.qk_norm == "l2":

@@ -11,13 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._backend import AbstractBackend, Problem
-from ._dispatch import Explanation, choose, explain_problem
+from ._dispatch import Explanation, choose, explain_problem, explain_step
 from ._explicit import is_sharded_explicitly, with_automatic_axes
 from ._finite import contained
 from ._gates import Gates
 from ._packing import check_packing
 from ._raw_gates import Prologue, RawGates
-from ._recurrent import Recurrent
 from ._types import (
     Scalar,
     accumulation_dtype,
@@ -148,14 +147,7 @@ def gated_delta_raw(
 
     **Raises:** as `gated_delta`.
     """
-    if not isinstance(gates, RawGates):
-        raise TypeError(
-            f"`gates` must be a `gated_delta.RawGates`, but a {type(gates).__name__} came. For final gates use "
-            "`gated_delta`."
-        )
-    if qk_norm not in _NORMS:
-        raise ValueError(f"`qk_norm={qk_norm!r}` must be one of {_NORMS}.")
-    arrays = (q, k, v, gates, initial_state, segment_ids, cu_seqlens)
+    arrays = (q, k, v, _check_raw(gates, qk_norm), initial_state, segment_ids, cu_seqlens)
     return _run(arrays, num_segments, (scale, inverse, precision, checked), qk_norm, backend)
 
 
@@ -183,41 +175,6 @@ def _execute(backend: AbstractBackend, call: "_Call"):
 
 
 @no_type_check
-def gated_delta_step(
-    q: Any,
-    k: Any,
-    v: Any,
-    gates: Gates,
-    state: Any = None,
-    *,
-    scale: Scalar | None = None,
-    checked: bool = False,
-) -> tuple[Float[Array, "batch value_heads value_dim"], Float[Array, "batch value_heads key_dim value_dim"]]:
-    """Run one token of every sequence, by the recurrence: the decoding form of `gated_delta`.
-
-    **Arguments:** as for `gated_delta` without its time axis: `q`, `k` are `[batch, key_heads, key_dim]`, `v` is
-    `[batch, value_heads, value_dim]`, gates are `[batch, heads, 1 | groups | dim]`, and `state` is
-    `[batch, value_heads, key_dim, value_dim]`, zeros if `None`.
-
-    **Returns:** outputs in the dtype of `v`, and the new state. Feeding tokens one by one equals one call of
-    `gated_delta`.
-
-    **Raises:** as `gated_delta`.
-    """
-    arrays = {name: as_float_array(name, value) for name, value in (("q", q), ("k", k), ("v", v))}
-    for name, value in arrays.items():
-        if value.ndim != 3:
-            raise ValueError(
-                f"`gated_delta_step` needs `{name}` to be [batch, heads, dim], without time, but its shape is "
-                f"{value.shape}."
-            )
-    q, k, v = (value[:, None] for value in arrays.values())
-    gates = jax.tree.map(lambda x: x[:, None], _check_gates_type(gates))
-    out, state = gated_delta(q, k, v, gates, initial_state=state, scale=scale, backend=Recurrent(), checked=checked)
-    return out[:, 0], state
-
-
-@no_type_check
 def explain(
     q: Any,
     k: Any,
@@ -236,20 +193,41 @@ def explain(
 ) -> Explanation:
     """Say which backend `gated_delta` would run for these arguments, and why each other cannot. Computes nothing.
 
-    Takes `gated_delta`'s arguments; any array may be a `jax.ShapeDtypeStruct`. `print` the result.
+    Takes `gated_delta`'s arguments; any array may be a `jax.ShapeDtypeStruct`. Where they have no time axis it is about
+    `gated_delta_step`, from `initial_state`. `print` the result.
 
     **Raises:** what `gated_delta` would raise for the shapes, dtypes and options given.
     """
     arrays = (q, k, v, _check_gates_type(gates), initial_state, segment_ids, cu_seqlens, scale)
+    is_step = all(getattr(x, "ndim", 0) == 3 for x in (q, k, v))
 
     def prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, scale):
         options = scale, inverse, precision, checked
+        if is_step:
+            q, k, v, gates = q[:, None], k[:, None], v[:, None], with_time(gates)
         return _prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, options, None).problem
 
     problem = eqx.filter_eval_shape(prepare, *arrays)
     if problem is None:
         raise ValueError("`explain` needs at least one token and one batch row: an empty call runs no backend.")
+    if is_step:
+        state = jax.ShapeDtypeStruct((*v.shape[:2], k.shape[2], v.shape[2]), problem.accumulation)
+        return explain_step(problem, state, backend)
     return explain_problem(problem, backend)
+
+
+def with_time(gates: Gates | RawGates) -> Any:
+    """The gates of one token with an axis of time. The parameters of a decay have none."""
+
+    def of_tokens(gates):
+        if isinstance(gates, RawGates):
+            return gates.raw_decay, gates.raw_erase, gates.raw_write
+        return gates.log_decay, gates.erase, gates.write
+
+    def expand(x):
+        return None if x is None else x[:, None]
+
+    return eqx.tree_at(of_tokens, gates, replace_fn=expand, is_leaf=lambda x: x is None)
 
 
 # ---- from the outer form to a Problem and back -----------------------------------------------------------------------
@@ -419,6 +397,17 @@ def _check_gates_type(gates) -> Gates:
             f"`gates` must be a `gated_delta.Gates`, but a {type(gates).__name__} came. Build it with "
             "`Gates(log_decay, erase, write)`, or with `Gates.tied(beta, log_decay)` where beta both erases and writes."
         )
+    return gates
+
+
+def _check_raw(gates, qk_norm) -> RawGates:
+    if not isinstance(gates, RawGates):
+        raise TypeError(
+            f"`gates` must be a `gated_delta.RawGates`, but a {type(gates).__name__} came. For final gates use "
+            "`gated_delta`."
+        )
+    if qk_norm not in _NORMS:
+        raise ValueError(f"`qk_norm={qk_norm!r}` must be one of {_NORMS}.")
     return gates
 
 

@@ -1,12 +1,16 @@
 """The recurrence, token by token: the oracle that everything else is tested against, and the decoding step."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ._backend import AbstractBackend, Problem, Result, entry_state, has_own_states
+from ._backend import AbstractStepper, Problem, Result, StepResult, entry_state, has_own_states
+from ._finite import without_bad_tokens
 from ._heads import widen
+from ._slots import is_slot, put, take
 from ._types import no_type_check, spread_heads
 
 
@@ -21,23 +25,60 @@ class Token(eqx.Module):
     write: Float[Array, "*batch owners write_dim"] | None
 
 
+def forget(
+    state: Float[Array, "*axes key_dim width"],
+    k: Float[Array, "*axes key_dim _"],
+    v: Float[Array, "*axes 1 width"],
+    log_decay: Float[Array, "*axes decay_dim 1"] | None,
+    erase: Float[Array, "*axes erase_dim 1"] | None,
+    write: Float[Array, "*axes 1 write_dim"] | None,
+) -> tuple[Float[Array, "*axes key_dim width"], Float[Array, "*axes 1 width"]]:
+    """The decayed state, and the value that is new to it: the gated one without what the erased key recalls.
+
+    Equation 1 of docs: The family, up to its product. Key channels are rows of the state, value channels its columns.
+    """
+    if log_decay is not None:
+        state = jnp.exp(log_decay) * state
+    value = v if write is None else write * v
+    if erase is not None:
+        value = value - jnp.sum(state * (erase * k), axis=-2, keepdims=True)
+    return state, value
+
+
+def learn(
+    state: Float[Array, "*axes key_dim width"],
+    q: Float[Array, "*axes key_dim _"],
+    k: Float[Array, "*axes key_dim _"],
+    value: Float[Array, "*axes 1 width"],
+) -> tuple[Float[Array, "*axes key_dim width"], Float[Array, "*axes 1 width"]]:
+    """The state with the value under the key, and what the query reads from it: the rest of equation 1."""
+    state = state + k * value
+    return state, jnp.sum(state * q, axis=-2, keepdims=True)
+
+
 def delta_step(
     state: Float[Array, "batch owners key_dim width"], token: Token
 ) -> tuple[Float[Array, "batch owners key_dim width"], Float[Array, "batch owners width"]]:
     """Decay, erase and write, read: the definition of the family (docs: The family, equation 1)."""
-    owners, key_dim, width = state.shape[1:]
-    q, k = (spread_heads(x, owners, axis=1) for x in (token.q, token.k))
-    if token.log_decay is not None:
-        state = widen(jnp.exp(token.log_decay), key_dim)[..., None] * state
-    value = token.v if token.write is None else widen(token.write, width) * token.v
-    if token.erase is not None:
-        value = value - jnp.sum(state * (token.erase * k)[..., None], axis=-2)
-    state = state + k[..., None] * value[..., None, :]
-    return state, jnp.sum(state * q[..., None], axis=-2)
+    q, k, v, log_decay, erase, write = _for_states(token, *state.shape[1:])
+    state, value = forget(state, k, v, log_decay, erase, write)
+    state, out = learn(state, q, k, value)
+    return state, out[..., 0, :]
+
+
+def _for_states(token: Token, owners: int, key_dim: int, width: int):
+    """What stands beside the states: columns of key channels and rows of value channels."""
+
+    def column(x) -> Any:
+        return None if x is None else widen(spread_heads(x, owners, axis=1), key_dim)[..., None]
+
+    write = None if token.write is None else widen(token.write, width)[..., None, :]
+    v = token.v[..., None, :]
+    return column(token.q), column(token.k), v, column(token.log_decay), column(token.erase), write
 
 
 @no_type_check
-class Recurrent(AbstractBackend):
+class Recurrent(AbstractStepper):
     """Runs the recurrence as a scan over tokens, in the accumulation dtype throughout.
 
     The oracle of all tests, the form for decoding, and the only backend with forward-mode derivatives for every input.
@@ -53,6 +94,20 @@ class Recurrent(AbstractBackend):
 
     def why_not(self, problem: Problem) -> str | None:
         return None
+
+    def why_not_step(self, problem: Problem, state: Any) -> str | None:
+        return None
+
+    def step(self, problem: Problem, state: Any, slots: Any, fresh: Any) -> StepResult:
+        if slots is None:
+            rows = state.astype(problem.accumulation)
+            rows = rows if fresh is None else jnp.where(fresh[:, None, None, None], 0, rows)
+            out, new = _contained_step(problem, rows)
+            return out, new.astype(state.dtype)
+        first = jnp.zeros(state.shape[1:], problem.accumulation)
+        out, new = _contained_step(problem, take(state, first, slots, fresh))
+        real = is_slot(slots, state.shape[0])
+        return jnp.where(real[:, None, None], out, 0), put(state, new, slots)
 
     def __call__(self, problem: Problem) -> Result:
         dtype = problem.accumulation
@@ -84,6 +139,47 @@ class Recurrent(AbstractBackend):
         (state, final), out = _checkpointed_scan(one_token, (state, final), xs, self.checkpoint_every)
         out = jnp.moveaxis(out, 0, 1) * jnp.asarray(problem.scale, dtype)
         return out, state[:, None] if final is None else final
+
+
+def _contained_step(problem: Problem, state):
+    """`delta_step` of every value head, whose states lie as they came: `[batch, value_heads, key_dim, value_dim]`.
+
+    What is not finite is taken out of the tokens, as for any backend. A state that is not finite shows in what its key
+    recalls, so that nobody has to read it twice; a member that never erases recalls with 0.
+    """
+    clean, fine = without_bad_tokens(problem)
+    token = _by_value_head(clean)
+    if token.erase is None:
+        token = eqx.tree_at(lambda t: t.erase, token, jnp.zeros_like(token.v[..., :1]), is_leaf=lambda x: x is None)
+    q, k, v, log_decay, erase, write = _for_states(token, *state.shape[1:])
+    state, value = forget(state, k, v, log_decay, erase, write)
+    bad = ~fine.reshape(token.v.shape[:2])[..., None, None] | ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
+    state, out = learn(state, q, k, value)
+    out = jnp.where(bad, jnp.nan, out * jnp.asarray(problem.scale, out.dtype))
+    return out[..., 0, :], jnp.where(bad, jnp.nan, state)
+
+
+def _by_value_head(problem: Problem) -> Token:
+    """The only token of every row, in the accumulation dtype, with the owners' gates given to all their value heads."""
+    dtype, group = problem.accumulation, problem.group
+    batch, _, owners, width = problem.v.shape
+    heads = owners * group
+
+    def apart(x):
+        """`[batch, value_heads, dim]` of what owners have side by side, or share."""
+        if x is None:
+            return None
+        if x.shape[-1] > 1 or group == 1:
+            return x.reshape(batch, heads, -1)
+        return spread_heads(x[:, 0], heads, axis=1)
+
+    def shared(x):
+        return None if x is None else spread_heads(x[:, 0], heads, axis=1)
+
+    write = shared(problem.erase) if problem.tied else apart(problem.write)
+    vectors = problem.q[:, 0], problem.k[:, 0], problem.v.reshape(batch, heads, width // group)
+    token = Token(*vectors, shared(problem.log_decay), shared(problem.erase), write)
+    return jax.tree.map(lambda x: x.astype(dtype), token)
 
 
 def _checkpointed_scan(body, carry, xs, every):

@@ -55,3 +55,35 @@ def test_the_kernels_compile(case, chip, tmp_path):
 
 def test_a_small_block_of_the_kernels_compiles(tmp_path):
     kernels("SLA-R4, 2 key heads", "tpu7x", tmp_path, time=256, config={"owners": 1, "chunks": 1})
+
+
+STEPS = {
+    "GDN, Qwen3-Next, 16 key and 32 value heads": {},
+    "GDN, raw gates": {"raw": True},
+    "GDN, OLMo-Hybrid, 30 heads of 96 and 192": {"kind": "olmo"},
+    "KDA, Kimi Linear, 32 heads": {"kind": "kda"},
+    "KDA, raw gates": {"kind": "kda", "raw": True},
+    "GDN-2, 16 heads": {"kind": "gdn2"},
+    "SLA-R4, 4 key heads": {"kind": "sla"},
+    "GDN, states of bfloat16": {"state": "bfloat16"},
+    "GDN, a state for each row, one of a half of the heads in a step": {"plain": True, "config": {"owners": 16}},
+}
+
+
+def step_kernel(chip: str, folder: pathlib.Path, **keywords):
+    """The pool is read and written where it lies: beside it nothing of its size is held."""
+    record = compiled(f"{ROOT / 'benchmarks' / 'tpu' / 'ours.py'}:step", keywords, chip, folder)
+    assert record["hlo"].count('custom_call_target="tpu_custom_call"') == 1
+    assert "output_to_operand_aliasing" in record["hlo"]
+    assert record["temporary_bytes"] < record["output_bytes"] / 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", STEPS)
+def test_the_decode_kernel_compiles(case, chip, tmp_path):
+    step_kernel(chip, tmp_path, **STEPS[case])
+
+
+def test_a_small_decode_kernel_compiles(tmp_path):
+    step_kernel("tpu7x", tmp_path, batch=4)

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gated_delta import RawGates, gated_delta, gated_delta_raw
+from gated_delta import Gates, RawGates, gated_delta, gated_delta_raw, gated_delta_step
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import RandomGates, RandomProblem
 
@@ -97,3 +97,24 @@ def test_a_prologue_lowers(groups):
 def test_float16_is_computed_in_float32():
     problem = RandomProblem(**SIZES, dtype="float16", key_dim=64, value_dim=64, time=64, gates=GATES["gdn"])
     export(problem, KERNEL, gradients=False)
+
+
+@pytest.mark.parametrize(
+    "dims, dtype", [((128, 128), jnp.float32), pytest.param((96, 192), jnp.bfloat16, marks=pytest.mark.slow)], ids=str
+)
+def test_the_decode_kernel_lowers_and_writes_its_pool_in_place(dims, dtype):
+    batch, key_heads, value_heads, (key_dim, value_dim) = 4, 2, 4, dims
+    key, value = (
+        jax.ShapeDtypeStruct((batch, heads, dim), jnp.bfloat16)
+        for heads, dim in ((key_heads, key_dim), (value_heads, value_dim))
+    )
+    decay, beta = (jax.ShapeDtypeStruct((batch, value_heads, 1), jnp.float32) for _ in range(2))
+    pool = jax.ShapeDtypeStruct((9, value_heads, key_dim, value_dim), dtype)
+
+    def run(pool, slots, q, k, v, decay, beta):
+        return gated_delta_step(q, k, v, Gates.tied(beta, decay), pool, slots=slots, backend=KERNEL)
+
+    step = jax.jit(run, donate_argnums=0)
+    slots = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    module = jax.export.export(step, platforms=["tpu"])(pool, slots, key, key, value, decay, beta).mlir_module()
+    assert module.count("tpu_custom_call") == 1 and "output_operand_alias" in module

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, Gates, Recurrent, explain, gated_delta, gated_delta_step
+from gated_delta import Chunked, Gates, Recurrent, explain, gated_delta, gated_delta_raw_step, gated_delta_step
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 4, 3
 
@@ -361,7 +361,37 @@ ERRORS = {
     "step state": (
         lambda: gated_delta_step(**STEP, state=zeros(B, HV, V, K)),
         ValueError,
-        r"`initial_state` must be \[batch, value_heads, key_dim, value_dim\] = \(2, 4, 4, 3\)",
+        r"`state` must be \[batch, value_heads, key_dim, value_dim\] = \(2, 4, 4, 3\), key axis first, but its",
+    ),
+    "step pool": (
+        lambda: gated_delta_step(**STEP, state=zeros(7, HV, V, K), slots=np.zeros(2, int)),
+        ValueError,
+        r"`state` must be \[slots, value_heads, key_dim, value_dim\] = \(slots, 4, 4, 3\), key axis first, but its",
+    ),
+    "step slots without a pool": (
+        lambda: gated_delta_step(**STEP, slots=np.zeros(2, int)),
+        ValueError,
+        r"`gated_delta_step` needs `state` where it has `slots`: they say which of its states are meant",
+    ),
+    "step slots of floats": (
+        lambda: gated_delta_step(**STEP, state=zeros(7, HV, K, V), slots=zeros(2)),
+        TypeError,
+        r"`slots` must be a JAX or NumPy array of integers, one for each row, but dtype float32 came",
+    ),
+    "step slots of others": (
+        lambda: gated_delta_step(**STEP, state=zeros(7, HV, K, V), slots=np.zeros(3, int)),
+        ValueError,
+        r"one entry for each of the 2 rows of this call, -1 for padding, but its shape is \(3,\)",
+    ),
+    "step fresh": (
+        lambda: gated_delta_step(**STEP, fresh=np.zeros(2)),
+        ValueError,
+        r"`fresh` must be a boolean array with one entry for each of 2 slots, but float64 \(2,\) came",
+    ),
+    "raw step without RawGates": (
+        lambda: gated_delta_raw_step(**STEP),
+        TypeError,
+        r"`gates` must be a `gated_delta.RawGates`, but a Gates came",
     ),
     "explain nothing": (
         call(explain, q=zeros(B, 0, H, K), k=zeros(B, 0, H, K), v=zeros(B, 0, HV, V), gates=Gates()),

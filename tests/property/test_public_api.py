@@ -16,6 +16,7 @@ PACKAGE = Path(gated_delta.__file__).parent
 
 OPERATOR = {
     "AbstractBackend",
+    "AbstractStepper",
     "Chunked",
     "Explanation",
     "Gates",
@@ -25,6 +26,7 @@ OPERATOR = {
     "explain",
     "gated_delta",
     "gated_delta_raw",
+    "gated_delta_raw_step",
     "gated_delta_step",
 }
 TOOLKIT = {
@@ -45,6 +47,7 @@ LEVELS = {
     0: ["_types"],
     1: [
         "_gates",
+        "_slots",
         "_raw_gates",
         "_heads",
         "_tile",
@@ -59,7 +62,7 @@ LEVELS = {
     ],
     2: ["_recurrent", "_chunked", "_gate_modules", "_conv", "_linear", "pallas"],
     3: ["_dispatch"],
-    4: ["_op"],
+    4: ["_op", "_step"],
     5: ["_layer", "_params"],
     6: ["variants"],
     7: ["checkpoints", "sharding", "serving", "attention"],

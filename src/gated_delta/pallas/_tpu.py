@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta._backend import AbstractBackend, Problem, Result
+from gated_delta._backend import AbstractStepper, Problem, Result, StepResult
 from gated_delta._chunk_layout import ChunkLayout, lay_out
 from gated_delta._finite import contained
 from gated_delta._heads import LANES
@@ -23,6 +23,7 @@ from ._layout import (
     Form,
     Operands,
     Plan,
+    by_rows,
     lay_columns,
     lay_fixed,
     lay_vector,
@@ -32,10 +33,11 @@ from ._layout import (
 )
 from ._tpu_backward import backward
 from ._tpu_forward import forward
+from ._tpu_step import step, why_not_step
 
 
 @no_type_check
-class PallasTPU(AbstractBackend):
+class PallasTPU(AbstractStepper):
     """Runs the operator on a TPU as one fused kernel, its gradient as a second one, and one token of many rows as a
     third.
 
@@ -72,9 +74,18 @@ class PallasTPU(AbstractBackend):
                 f"a state of {key_dim} x {width} numbers (whole lanes, {problem.group} value heads side by side) "
                 f"leaves no room for tiles in a TPU's vector memory; at most {LARGEST_STATE} numbers do"
             )
+        return self._why_not_here()
+
+    def why_not_step(self, problem: Problem, state: Any) -> str | None:
+        return why_not_step(problem, state) or self._why_not_here()
+
+    def _why_not_here(self) -> str | None:
         if not (self.interpret or self.ahead_of_time) and jax.default_backend() != "tpu":
             return f"it needs a TPU, and the default platform is {jax.default_backend()}"
         return None
+
+    def step(self, problem: Problem, state: Any, slots: Any, fresh: Any) -> StepResult:
+        return step(self.config, self.interpret, problem, state, slots, fresh)
 
     def __call__(self, problem: Problem) -> Result:
         if not isinstance(problem.scale, float):  # only a number known here goes into the kernel
@@ -131,18 +142,18 @@ def _guarded(how, floats, integers):
 
     So a bad token costs a second run when there is one, and otherwise the look at the outputs.
     """
-    return _by_rows(_guarded_result, how, floats, integers)
+    return by_rows(_guarded_result, how, floats, integers)
 
 
 def _guarded_fwd(how, floats, integers):
-    result, bad, kept = _by_rows(_guarded_result_that_keeps, how, floats, integers)
+    result, bad, kept = by_rows(_guarded_result_that_keeps, how, floats, integers)
     names = ("gated_delta_states", "gated_delta_inverses")
     kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
     return result, (floats, integers, kept, bad)
 
 
 def _guarded_bwd(how, residuals, cotangents):
-    return _by_rows(_guarded_pull, how, *residuals, cotangents), None
+    return by_rows(_guarded_pull, how, *residuals, cotangents), None
 
 
 _guarded.defvjp(_guarded_fwd, _guarded_bwd)
@@ -165,26 +176,6 @@ def _unguarded_bwd(how, residuals, cotangents):
 
 
 _unguarded.defvjp(_unguarded_fwd, _unguarded_bwd)
-
-
-def _by_rows(run, how, *arguments):
-    """`run(how, *arguments)`, all of whose arrays have an axis of rows before all others: a mapped axis becomes rows.
-
-    So `vmap` costs what the batched call costs, and none of the branches becomes a choice between two results.
-    """
-    call = jax.custom_batching.custom_vmap(functools.partial(run, how))
-
-    @call.def_vmap
-    def _(size, is_mapped, *arguments):
-        def merge(x, is_mapped):
-            x = x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
-            return x.reshape(size * x.shape[1], *x.shape[2:])
-
-        out = _by_rows(run, how, *jax.tree.map(merge, arguments, tuple(is_mapped)))
-        out = jax.tree.map(lambda x: x.reshape(size, x.shape[0] // size, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return call(*arguments)
 
 
 def _guarded_result(how, floats, integers):

@@ -7,6 +7,7 @@ from ._pool import StatePool as StatePool
 from ._prefill import Prefilled as Prefilled
 from ._prefill import Snapshots as Snapshots
 from ._prefill import prefill as prefill
+from ._step import pooled_step as pooled_step
 from ._window import ReplayState as ReplayState
 from ._window import ReplayWindow as ReplayWindow
 from ._window import StateWindow as StateWindow

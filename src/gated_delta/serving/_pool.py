@@ -9,7 +9,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from gated_delta._layer import MixerState
-from gated_delta._types import check_float_dtype, is_concrete, no_type_check
+from gated_delta._slots import check_distinct, check_fresh, check_slots, put, take
+from gated_delta._types import check_float_dtype, no_type_check
 
 S = TypeVar("S")
 
@@ -74,17 +75,9 @@ class StatePool(eqx.Module, Generic[S]):
         **Raises:** `TypeError` and `ValueError` for slots that are no `[rows]` integers, or `fresh` that is no `[rows]`
         booleans.
         """
-        slots = self._check_slots(slots)
-        real = _is_slot(slots, self.slots)
-        if fresh is not None:
-            real = real & ~_check_fresh(fresh, slots.shape[0])
-        index = jnp.where(real, slots, 0).astype(jnp.int32)
-
-        def read(stored, first):
-            rows = stored.at[index].get(mode="promise_in_bounds").astype(first.dtype)
-            return jnp.where(real.reshape(-1, *(1,) * first.ndim), rows, first[None])
-
-        return jax.tree.map(read, self.states, self.initial)
+        slots = check_slots(slots, self.slots)
+        fresh = check_fresh(fresh, slots.shape[0])
+        return jax.tree.map(lambda stored, first: take(stored, first, slots, fresh), self.states, self.initial)
 
     @no_type_check
     def scatter(self, slots: Int[Array | np.ndarray, " rows"], states: S) -> "StatePool[S]":
@@ -96,14 +89,11 @@ class StatePool(eqx.Module, Generic[S]):
         **Raises:** as `gather`, and `ValueError` for states of another structure, shape or kind of dtype than the
         pool's.
         """
-        slots = self._check_slots(slots)
+        slots = check_slots(slots, self.slots)
         self._check_states(states, slots.shape[0])
-        index = self._target(slots)
-
-        def write(stored, rows):
-            return stored.at[index].set(rows.astype(stored.dtype), mode="drop", unique_indices=True)
-
-        return eqx.tree_at(lambda pool: pool.states, self, jax.tree.map(write, self.states, states))
+        slots = check_distinct("StatePool", slots, self.slots, self.checked)
+        new = jax.tree.map(lambda stored, rows: put(stored, rows, slots), self.states, states)
+        return eqx.tree_at(lambda pool: pool.states, self, new)
 
     @no_type_check
     def reset(self, slots: Int[Array | np.ndarray, " rows"]) -> "StatePool[S]":
@@ -113,32 +103,6 @@ class StatePool(eqx.Module, Generic[S]):
         """
         rows = getattr(slots, "shape", (0,))[:1]
         return self.scatter(slots, jax.tree.map(lambda a: jnp.broadcast_to(a, (*rows, *a.shape)), self.initial))
-
-    def _target(self, slots):
-        """Where each row is written: padding beyond the end, every row at a place of its own."""
-        twice = "`StatePool` needs slots that differ from row to row (-1 for padding), but one comes twice"
-        if is_concrete(slots):
-            values, counts = np.unique(np.asarray(slots), return_counts=True)
-            again = values[(counts > 1) & (values >= 0) & (values < self.slots)]
-            if again.size:
-                raise ValueError(f"{twice}: {again[0]}. Two rows of one request cannot both be what its slot holds.")
-        elif self.checked:
-            ordered = jnp.sort(slots)
-            same = (ordered[1:] == ordered[:-1]) & _is_slot(ordered[1:], self.slots)
-            slots = eqx.error_if(slots, same, f"{twice}.")
-        beyond = self.slots + jnp.arange(slots.shape[0], dtype=jnp.int32)
-        return jnp.where(_is_slot(slots, self.slots), slots, beyond.astype(slots.dtype)).astype(jnp.int32)
-
-    def _check_slots(self, slots):
-        if not isinstance(slots, (jax.Array, np.ndarray)) or not jnp.issubdtype(slots.dtype, jnp.integer):
-            came = f"dtype {slots.dtype}" if isinstance(slots, (jax.Array, np.ndarray)) else f"a {type(slots).__name__}"
-            raise TypeError(f"`slots` must be a JAX or NumPy array of integers, one for each row, but {came} came.")
-        if slots.ndim != 1:
-            raise ValueError(f"`slots` must be [rows], but its shape is {slots.shape}.")
-        if isinstance(slots, np.ndarray):  # before JAX cuts 64 bits to 32, which may make a slot of what is none
-            slots = slots.astype(np.int64)
-            return np.where(_is_slot(slots, self.slots), slots, -1).astype(np.int32)
-        return slots.astype(jnp.int32) if slots.dtype.itemsize < 4 else slots
 
     def _check_states(self, states, rows):
         wanted = jax.tree_util.tree_flatten_with_path(self.initial)
@@ -184,14 +148,3 @@ def _store_recurrent(initial, dtype):
     if not any(is_state(x) for x in jax.tree.leaves(initial, is_leaf=is_state)):
         raise ValueError("`recurrent_dtype` is for trees with a `MixerState`, but `initial` has none.")
     return jax.tree.map(store, initial, is_leaf=is_state)
-
-
-def _check_fresh(fresh, rows):
-    if not isinstance(fresh, (jax.Array, np.ndarray)) or fresh.dtype != bool or fresh.shape != (rows,):
-        came = f"{fresh.dtype} {fresh.shape}" if isinstance(fresh, (jax.Array, np.ndarray)) else type(fresh).__name__
-        raise ValueError(f"`fresh` must be a boolean array with one entry for each of {rows} slots, but {came} came.")
-    return fresh
-
-
-def _is_slot(slots, count: int):
-    return (slots >= 0) & (slots < count)
