@@ -6,8 +6,8 @@
 
 Gated DeltaNet in float32, 16 key and 32 value heads of 128 x 128 as in Qwen3-Next, from and to states that are donated
 where JAX runs. Each implementation has a process of its own, pinned to one core; they take turns of some hundred calls.
-The table has the median and the 99th percentile of a call's wall time, tokens per second, and how often the core could
-have copied the states into other memory, without a call of JAX, in the median.
+The table has the median and the 99th percentile of a call's wall time, tokens per second, and how much longer the median
+is than that of a copy of the states into other memory, by NumPy; and how long JAX takes for such a copy.
 """
 
 import argparse
@@ -114,24 +114,34 @@ class Implementation:
     only_128: bool = False
 
 
-OURS, COPY = "ours", "a copy of the states"
+def _jax_copy():
+    import jax.numpy as jnp
+
+    def step(state, v, **arrays):
+        return jnp.copy(state), v
+
+    return step
+
+
+OURS, COPY, JAX_COPY = "ours", "a copy of the states", "the same by JAX"
 IMPLEMENTATIONS = {
     OURS: Implementation("gated-delta", None, _ours),
     "maxtext": Implementation("maxtext", "maxtext", _maxtext),
     "deltanet-tpu": Implementation("deltanet-tpu", "jax-peers", _deltanet, only_128=True),
     "transformers": Implementation("transformers", "torch-peers", _transformers, is_torch=True),
     COPY: Implementation("numpy", None, lambda: None),
+    JAX_COPY: Implementation("jax", None, _jax_copy),
 }
 
 
 # ---- in the process of one of them -----------------------------------------------------------------------------------
 
 
-def _jax_call(step, arrays, state):
+def _jax_call(step, arrays, state, donates: bool):
     import jax
     import jax.numpy as jnp
 
-    run = jax.jit(lambda state, arrays: step(state, **arrays), donate_argnums=0)
+    run = jax.jit(lambda state, arrays: step(state, **arrays), donate_argnums=(0,) if donates else ())
     arrays = jax.tree.map(jnp.asarray, arrays)
     held = [jnp.array(state)]
 
@@ -176,8 +186,10 @@ def work(name: str, sizes: Sizes):
     state = np.random.default_rng(1).standard_normal(sizes.state).astype(np.float32)
     if name == COPY:
         call = _copy_call(state)
+    elif how.is_torch:
+        call = _torch_call(how.make(), arrays, state)
     else:
-        call = (_torch_call if how.is_torch else _jax_call)(how.make(), arrays, state)
+        call = _jax_call(how.make(), arrays, state, donates=name != JAX_COPY)
     first = np.asarray(call(), np.float64)
     packages = {how.package} | ({"torch"} if how.is_torch else {"jax", "jaxlib"} if name != COPY else set())
     versions = {package: importlib.metadata.version(package) for package in sorted(packages)}
@@ -199,12 +211,14 @@ class Missing(Exception):
 
 
 class Worker:
-    def __init__(self, name: str, sizes: Sizes):
+    def __init__(self, name: str, sizes: Sizes, environments: pathlib.Path):
         self.name, self.times = name, []
         environment = IMPLEMENTATIONS[name].environment
-        python = sys.executable if environment is None else str(HERE.parent / f".venv-{environment}" / "bin" / "python")
+        python = (
+            sys.executable if environment is None else str(environments / f".venv-{environment}" / "bin" / "python")
+        )
         if not pathlib.Path(python).exists():
-            raise Missing(f"there is no {python}; `make bench-step` installs it")
+            raise Missing(f"there is no {python}; `make bench-peers` installs it")
         command = [python, __file__, "--worker", json.dumps([name, dataclasses.astuple(sizes)])]
         pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.errors = tempfile.TemporaryFile("w+")
@@ -231,17 +245,17 @@ class Worker:
         self.process.wait()
 
 
-def measure(sizes: Sizes, rounds: int, seconds: float) -> list[dict]:
+def measure(sizes: Sizes, rounds: int, seconds: float, environments: pathlib.Path) -> list[dict]:
     """A record for each implementation that is here."""
     workers = []
     for name, how in IMPLEMENTATIONS.items():
         if how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128):
             continue
         try:
-            workers.append(Worker(name, sizes))
+            workers.append(Worker(name, sizes, environments))
         except Missing as why:
             print(f"{name} is left out: {why}", file=sys.stderr)
-    sums = {worker.name: worker.hello["sum"] for worker in workers if worker.name != COPY}
+    sums = {worker.name: worker.hello["sum"] for worker in workers if worker.name not in (COPY, JAX_COPY)}
     for name, found in sums.items():
         if not math.isclose(found, sums[OURS], rel_tol=1e-4):
             raise SystemExit(f"bench_step: {name} computes {found}, ours {sums[OURS]}: not the same work.")
@@ -284,7 +298,7 @@ def table(sizes: Sizes, records: list[dict]):
         name, median = record["name"], record["p50_us"]
         versions = ", ".join(f"{package} {version}" for package, version in record["versions"].items())
         ratios = (f"{median / medians[OURS]:.2f}", f"{median / medians[COPY]:.2f}")
-        tokens = "" if name == COPY else f"{sizes.batch / median * 1e6:,.0f}"
+        tokens = "" if name in (COPY, JAX_COPY) else f"{sizes.batch / median * 1e6:,.0f}"
         out.add_row(name, f"{median:.1f}", f"{record['p99_us']:.1f}", tokens, *ratios, str(record["calls"]), versions)
     return out
 
@@ -298,6 +312,7 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[], help="of bench_op.py, such as s, m, b, instead of batches")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each implementation")
     parser.add_argument("--seconds", type=float, default=5.0, help="of calls of one implementation, in all")
+    parser.add_argument("--environments", type=pathlib.Path, default=HERE.parent, help="the folder of peers' .venv-*")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures there")
     options = parser.parse_args()
     cases = [Sizes(batch, 16, 32, 128, 128) for batch in options.batch]
@@ -306,7 +321,7 @@ def main():
         cases = [Sizes(one.batch, one.heads, one.heads, one.key_dim, one.value_dim) for one in shapes]
     records = []
     for sizes in cases:
-        records += (found := measure(sizes, options.rounds, options.seconds))
+        records += (found := measure(sizes, options.rounds, options.seconds, options.environments))
         Console(width=160 if not sys.stdout.isatty() else None).print(table(sizes, found))
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")

@@ -130,7 +130,8 @@ def step(
     # Every row is a request that goes on, in the slot of its number.
     settled = {} if plain else {"gated_delta_step": {0: list(range(batch))}}
     arguments = [pool, Shape((batch,), jnp.int32), key, key, value, *gates]
-    facts = {"tokens": batch, "heads": heads.value, "operands": settled, "settle": ["TLP:2=skip"]}  # it is donated
+    # At the top: whether the pool, which is donated, has to be copied after all.
+    facts = {"tokens": batch, "heads": heads.value, "operands": settled, "settle": ["TLP:2=skip"]}
     return jax.jit(run, donate_argnums=0), arguments, facts
 
 

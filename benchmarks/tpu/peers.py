@@ -98,6 +98,10 @@ def _decoding_layer(batch, heads, key_heads, gate_width):
     return arrays, sequence, sizes
 
 
+# Whether a donated argument has to be copied after all.
+DONATED = ["TLP:2=skip", "TLP:5=skip"]
+
+
 def _donating(forward, arrays):
     """Under `jit`, with both states updated in place."""
     names = [*arrays]
@@ -116,7 +120,7 @@ def deltanet_tpu_step(kind="gdn", batch=8, heads=32, key_heads=16):
     def forward(state, *arguments):
         return op(*arguments, state)
 
-    return jax.jit(forward, donate_argnums=0), arguments, {"tokens": batch, "heads": heads}
+    return jax.jit(forward, donate_argnums=0), arguments, {"tokens": batch, "heads": heads, "settle": DONATED[:1]}
 
 
 def flywheel_layer(kind, time=8192, heads=16, key_heads=None):
@@ -140,7 +144,7 @@ def flywheel_layer_step(kind="gdn", batch=8, heads=32, key_heads=16):
     def forward(*arguments):
         return op(*arguments, *map(jnp.asarray, sequence.values()), **sizes)
 
-    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads}
+    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads, "settle": DONATED}
 
 
 def tokamax_layer(time=8192, heads=16, key_heads=None):
@@ -166,4 +170,4 @@ def tokamax_layer_step(batch=8, heads=32, key_heads=16):
         constants = {name: jnp.asarray(x) for name, x in sequence.items()}
         return op(**dict(zip(arrays, arguments)), **constants, **sizes)
 
-    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads}
+    return _donating(forward, arrays), [*arrays.values()], {"tokens": batch, "heads": heads, "settle": DONATED}

@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool
 
 from ._backend import Problem, Result
 from ._gates import limit_log_decay
@@ -21,26 +20,6 @@ def contained(run: Callable[[Problem], Result], problem: Problem) -> Result:
     gradients neither. Log decays come limited to `run`.
     """
     batch, _, owners, _ = problem.v.shape
-    group = problem.group
-    clean, by_head = without_bad_tokens(problem)
-    lost = jnp.zeros((batch, problem.slots, owners, group), bool)
-    if problem.initial_state is not None:
-        state = _by_head(problem.initial_state, group)
-        lost = ~jnp.all(jnp.isfinite(state), axis=(-3, -1))
-        state = jnp.where(lost[..., None, :, None], 0, state).reshape(problem.initial_state.shape)
-        clean = dataclasses.replace(clean, initial_state=state)
-
-    out, state = run(clean)
-    spoiled, spoiled_state = _spread_damage(~by_head, lost, problem.packing)
-    out = jnp.where(spoiled[..., None], jnp.nan, _by_head(out, group)).reshape(out.shape)
-    marked = jnp.where(spoiled_state[..., None, :, None], jnp.nan, _by_head(state, group))
-    return out, marked.reshape(state.shape)
-
-
-def without_bad_tokens(problem: Problem) -> tuple[Problem, Bool[Array, "batch time owners group"]]:
-    """The problem with nothing in its tokens that is not finite, its log decays limited, and which tokens of which
-    heads are as they were."""
-    owners = problem.v.shape[2]
     key_heads, group = problem.k.shape[2], problem.group
     dtype = problem.accumulation
 
@@ -80,7 +59,18 @@ def without_bad_tokens(problem: Problem) -> tuple[Problem, Bool[Array, "batch ti
         erase=keep(problem.erase, by_owner),
         write=problem.write if problem.write is None else _keep_write(problem.write, by_owner, by_head),
     )
-    return clean, by_head
+    lost = jnp.zeros((batch, problem.slots, owners, group), bool)
+    if problem.initial_state is not None:
+        state = _by_head(problem.initial_state, group)
+        lost = ~jnp.all(jnp.isfinite(state), axis=(-3, -1))
+        state = jnp.where(lost[..., None, :, None], 0, state).reshape(problem.initial_state.shape)
+        clean = dataclasses.replace(clean, initial_state=state)
+
+    out, state = run(clean)
+    spoiled, spoiled_state = _spread_damage(~by_head, lost, problem.packing)
+    out = jnp.where(spoiled[..., None], jnp.nan, _by_head(out, group)).reshape(out.shape)
+    marked = jnp.where(spoiled_state[..., None, :, None], jnp.nan, _by_head(state, group))
+    return out, marked.reshape(state.shape)
 
 
 def _by_head(x, group: int):

@@ -1,5 +1,6 @@
 """The recurrence, token by token: the oracle that everything else is tested against, and the decoding step."""
 
+import math
 from typing import Any
 
 import equinox as eqx
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._backend import AbstractStepper, Problem, Result, StepResult, entry_state, has_own_states
-from ._finite import without_bad_tokens
+from ._gates import limit_log_decay
 from ._heads import widen
 from ._slots import is_slot, put, take
 from ._types import no_type_check, spread_heads
@@ -99,15 +100,11 @@ class Recurrent(AbstractStepper):
         return None
 
     def step(self, problem: Problem, state: Any, slots: Any, fresh: Any) -> StepResult:
-        if slots is None:
-            rows = state.astype(problem.accumulation)
-            rows = rows if fresh is None else jnp.where(fresh[:, None, None, None], 0, rows)
-            out, new = _contained_step(problem, rows)
-            return out, new.astype(state.dtype)
-        first = jnp.zeros(state.shape[1:], problem.accumulation)
-        out, new = _contained_step(problem, take(state, first, slots, fresh))
-        real = is_slot(slots, state.shape[0])
-        return jnp.where(real[:, None, None], out, 0), put(state, new, slots)
+        token = _by_value_head(problem)
+        large = math.prod(state.shape[1:]) * token.v.shape[0] * token.v.dtype.itemsize > _CACHE_BYTES
+        cpu = _step_row_by_row if large else _step_at_once
+        out, new = jax.lax.platform_dependent(token, state, slots, fresh, cpu=cpu, default=_step_at_once)
+        return out * jnp.asarray(problem.scale, out.dtype), new
 
     def __call__(self, problem: Problem) -> Result:
         dtype = problem.accumulation
@@ -141,22 +138,71 @@ class Recurrent(AbstractStepper):
         return out, state[:, None] if final is None else final
 
 
-def _contained_step(problem: Problem, state):
-    """`delta_step` of every value head, whose states lie as they came: `[batch, value_heads, key_dim, value_dim]`.
+def delta_step_at_once(
+    state: Float[Array, "batch owners key_dim width"], token: Token
+) -> tuple[
+    Float[Array, "batch owners key_dim width"], Float[Array, "batch owners width"], Float[Array, "batch owners width"]
+]:
+    r"""`delta_step` that goes through the state twice, not three times; and the value that it writes.
 
-    What is not finite is taken out of the tokens, as for any backend. A state that is not finite shows in what its key
-    recalls, so that nobody has to read it twice; a member that never erases recalls with 0.
+    What the key recalls and what the query reads are one product with the state as it came. Of what is written the
+    query reads as much as it has of the key: $S_t^\top q = \bar S_t^\top q + (k \cdot q)\, \mathrm{value}$.
     """
-    clean, fine = without_bad_tokens(problem)
-    token = _by_value_head(clean)
-    if token.erase is None:
-        token = eqx.tree_at(lambda t: t.erase, token, jnp.zeros_like(token.v[..., :1]), is_leaf=lambda x: x is None)
-    q, k, v, log_decay, erase, write = _for_states(token, *state.shape[1:])
-    state, value = forget(state, k, v, log_decay, erase, write)
-    bad = ~fine.reshape(token.v.shape[:2])[..., None, None] | ~jnp.all(jnp.isfinite(value), axis=-1, keepdims=True)
-    state, out = learn(state, q, k, value)
-    out = jnp.where(bad, jnp.nan, out * jnp.asarray(problem.scale, out.dtype))
-    return out[..., 0, :], jnp.where(bad, jnp.nan, state)
+    owners, key_dim, width = state.shape[1:]
+    q, k = (spread_heads(x, owners, axis=1) for x in (token.q, token.k))
+    kept = None if token.log_decay is None else widen(jnp.exp(token.log_decay), key_dim)
+    value = token.v if token.write is None else widen(token.write, width) * token.v
+    vectors = jnp.stack([(0 if token.erase is None else token.erase) * k, q], axis=2)
+    vectors = vectors if kept is None else kept[:, :, None] * vectors
+    both = jnp.einsum("bhnk,bhkv->bhnv", vectors, state, precision="highest")
+    value = value - both[:, :, 0]
+    out = both[:, :, 1] + jnp.sum(k * q, axis=-1, keepdims=True) * value
+    state = state if kept is None else kept[..., None] * state
+    return state + k[..., None] * value[:, :, None], out, value
+
+
+_CACHE_BYTES = 2**25
+"""States of more bytes do not stay in a CPU's caches between their two ways through it."""
+
+
+def _step_at_once(token: Token, state, slots, fresh) -> StepResult:
+    if slots is None:
+        rows = state.astype(token.v.dtype)
+        rows = rows if fresh is None else jnp.where(fresh[:, None, None, None], 0, rows)
+        out, new = _contained_step(token, rows)
+        return out, new.astype(state.dtype)
+    first = jnp.zeros(state.shape[1:], token.v.dtype)
+    out, new = _contained_step(token, take(state, first, slots, fresh))
+    real = is_slot(slots, state.shape[0])
+    return jnp.where(real[:, None, None], out, 0), put(state, new, slots)
+
+
+def _step_row_by_row(token: Token, state, slots, fresh) -> StepResult:
+    """The same, each row's state in place: so it is in the cache when it is gone through again."""
+
+    def one_row(row, carry):
+        out, states = carry
+        place = row if slots is None else jnp.where(is_slot(slots[row], state.shape[0]), slots[row], 0)
+        old = jax.lax.dynamic_slice_in_dim(states, place, 1)
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (token, slots, fresh))
+        slot = None if slots is None else jnp.where(is_slot(own[1], state.shape[0]), 0, -1)
+        new_out, new = _step_at_once(own[0], old, slot, own[2])
+        states = jax.lax.dynamic_update_slice_in_dim(states, new, place, 0)
+        return jax.lax.dynamic_update_slice_in_dim(out, new_out, row, 0), states
+
+    return jax.lax.fori_loop(0, token.v.shape[0], one_row, (jnp.zeros_like(token.v), state))
+
+
+def _contained_step(token: Token, state):
+    """`delta_step_at_once` of every value head, whose states lie as they came: `[batch, value_heads, key_dim,
+    value_dim]`.
+
+    A token or a state that is not finite shows in the value that is written or in the output, so nobody has to look at
+    more than these.
+    """
+    state, out, value = delta_step_at_once(state, token)
+    fine = jnp.all(jnp.isfinite(value) & jnp.isfinite(out), axis=-1, keepdims=True)
+    return jnp.where(fine, out, jnp.nan), jnp.where(fine[..., None], state, jnp.nan)
 
 
 def _by_value_head(problem: Problem) -> Token:
@@ -179,7 +225,10 @@ def _by_value_head(problem: Problem) -> Token:
     write = shared(problem.erase) if problem.tied else apart(problem.write)
     vectors = problem.q[:, 0], problem.k[:, 0], problem.v.reshape(batch, heads, width // group)
     token = Token(*vectors, shared(problem.log_decay), shared(problem.erase), write)
-    return jax.tree.map(lambda x: x.astype(dtype), token)
+    token = jax.tree.map(lambda x: x.astype(dtype), token)
+    return (
+        eqx.tree_at(lambda t: t.log_decay, token, replace_fn=limit_log_decay) if token.log_decay is not None else token
+    )
 
 
 def _checkpointed_scan(body, carry, xs, every):

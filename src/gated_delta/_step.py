@@ -42,14 +42,15 @@ def gated_delta_step(
         padding row: its output is 0 and it touches nothing. None may come twice: that raises where they are concrete or
         `checked`, and otherwise leaves one of the rows, or a mixture, in that slot.
     - `fresh`: `[batch]` booleans: rows that begin with zeros, whatever their state holds, NaN included.
-    - `backend`: `None`, or `Recurrent()`, is what XLA makes of the recurrence. `PallasTPU()` reads every state once
-        and writes it once, in place where `state` is donated under `jit`.
+    - `backend`: `None` or `Recurrent()` is what XLA makes of it. `PallasTPU()` reads every state once and writes it
+        once, in place where `state` is donated under `jit`.
 
     **Returns:** outputs in the dtype of `v`, and the new state. Feeding tokens one by one equals one call of
     `gated_delta`. Without `slots` the state is float32 (float64 if any of `q`, `k`, `v` is); with them it is all of
     `state`, in its own dtype: of bfloat16 states those of this call are widened, and rounded where they are stored.
 
-    A token that is not finite spoils output and state of its own row and heads. New slots never recompile.
+    A token that is not finite spoils output and state of its own row and heads, and their gradients. New slots never
+    recompile.
 
     **Raises:** as `gated_delta`.
     """

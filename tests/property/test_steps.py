@@ -10,7 +10,17 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call as interpreter
 from jax.experimental.pallas import tpu as pltpu
 
-from gated_delta import Chunked, Gates, RawGates, Recurrent, explain, gated_delta_raw_step, gated_delta_step
+from gated_delta import (
+    Chunked,
+    Gates,
+    RawGates,
+    Recurrent,
+    _recurrent,
+    explain,
+    gated_delta,
+    gated_delta_raw_step,
+    gated_delta_step,
+)
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, quick_jit
 
@@ -78,6 +88,26 @@ def test_rows_step_in_their_slots_and_nothing_else_is_touched(backend, family):
     assert not out[[0, 3]].any()
     others = [1, 2, 4, 5]
     np.testing.assert_array_equal(new[others], pool[others])
+
+
+@pytest.mark.parametrize("family", [QUICK[0], pytest.param(QUICK[1], marks=pytest.mark.slow)])
+def test_rows_may_step_one_after_another(family, monkeypatch):
+    """As on a CPU whose caches do not hold the states of all of them."""
+    monkeypatch.setattr(_recurrent, "_CACHE_BYTES", 0)
+    problem = problem_of(family, batch=4, key_dim=6)  # in no program that is compiled already
+    token, state = token_of(problem)
+    pool, slots = np.full((7, *state.shape[1:]), np.nan, np.float32), np.array([2, 9, 5, 0])
+    pool[[2, 0]] = state[[0, 3]]
+    fresh = np.array([False, True, True, False])
+    steps = [quick_jit(lambda **arguments: gated_delta_step(**arguments)) for _ in range(2)]
+    out, new = map(np.asarray, steps[0](**token, state=pool, slots=slots, fresh=fresh))
+    plain_out, plain = map(np.asarray, steps[1](**token, state=state, fresh=fresh))
+    np.testing.assert_array_equal(out, np.where(slots[:, None, None] < 7, plain_out, 0))
+    np.testing.assert_array_equal(new[[2, 5, 0]], plain[[0, 2, 3]])
+    np.testing.assert_array_equal(new[[1, 3, 4, 6]], pool[[1, 3, 4, 6]])
+    arguments = problem.arguments() | {"initial_state": np.where(fresh[:, None, None, None], 0, state)}
+    wanted_out, wanted = gated_delta(**arguments, backend=Recurrent())
+    assert_close({"out": plain_out[:, None], "final_state": plain}, {"out": wanted_out, "final_state": wanted}, problem)
 
 
 @pytest.mark.parametrize("slots", [[-1, 8], [-1, 1, -1], [2, -1, -1, 0, -1]], ids=str)
