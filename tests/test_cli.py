@@ -11,6 +11,8 @@ from xml.etree import ElementTree
 import pytest
 
 from gated_delta._cli import main
+from gated_delta.testing import Outcome, Report
+from gated_delta.testing._conformance import Interrupted
 
 
 @pytest.fixture
@@ -18,7 +20,9 @@ def project(tmp_path, monkeypatch):
     """A folder with a kernel in it, as the current one."""
     (tmp_path / "my_kernel.py").write_text(
         textwrap.dedent("""
+        import numpy as np
         from gated_delta import AbstractBackend, Gates, Recurrent, Variant, gated_delta
+        from gated_delta.testing import Capabilities, plain
 
         def right(q, k, v, *, log_decay, beta, initial_state=None):
             return gated_delta(q, k, v, Gates.tied(beta, log_decay), initial_state=initial_state, backend=Recurrent())
@@ -38,6 +42,18 @@ def project(tmp_path, monkeypatch):
 
         number = 3
         deltanet = Variant(decay="none")
+
+        calls = []
+
+        def stops(q, k, v):
+            calls.append(None)
+            if len(calls) > 7:
+                raise KeyboardInterrupt  # what Ctrl-C is
+            states = np.cumsum(k[..., :, None] * v[..., None, :], axis=1)
+            return k.shape[-1] ** -0.5 * np.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
+
+        offered = Capabilities.from_signature(stops, gradients=False, grouped=False, dtypes=("float32",))
+        stopped = plain(stops, framework="numpy", capabilities=offered)
         """)
     )
     monkeypatch.chdir(tmp_path)
@@ -74,6 +90,29 @@ def test_a_class_and_a_variant_are_checked_too(project, capsys):
     assert "Backend(): 1 passed" in capsys.readouterr().out
     assert main(["check", "my_kernel:deltanet", "--only", "layer_serialisation", "--max-examples", "1"]) == 0
     assert "layer_serialisation" in capsys.readouterr().out
+
+
+def test_an_interruption_prints_what_was_found_and_writes_it(project, capsys):
+    laws = ["--only", "recurrence", "--only", "causality", "--only", "shapes"]
+    assert main(["check", "my_kernel:stopped", *laws, "--max-examples", "4", "--json", "report.json"]) == 130
+    said = capsys.readouterr()
+    assert "stopped: 1 passed, 2 interrupted; 5 examples" in said.out and said.err == "interrupted\n"
+    (report,) = json.loads(Path("report.json").read_text())
+    outcomes = {o["law"]: (o["status"], o["examples"], o["message"]) for o in report["outcomes"]}
+    assert outcomes == {
+        "recurrence": ("passed", 4, ""),
+        "causality": ("interrupted", 1, "after 1 of 4 examples"),
+        "shapes": ("interrupted", 0, "not asked"),
+    }
+
+
+def test_backends_that_an_interruption_left_out_are_named(monkeypatch, capsys):
+    def interrupted(*arguments, **options):
+        raise Interrupted(Report("Chunked()", (Outcome("scale", "interrupted"),), 0))
+
+    monkeypatch.setattr("gated_delta.testing._terminal.ask", interrupted)
+    assert main(["check", "--only", "scale"]) == 130
+    assert capsys.readouterr().err == "interrupted; not asked: Recurrent()\n"
 
 
 def test_our_own_backends_are_checked_without_a_target(capsys):

@@ -27,7 +27,7 @@ class UserError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line. The exit code: 0, 1 where a law does not hold, 2 for a mistake in what was typed."""
+    """Run the command line. The exit code: 0, 1 where a law does not hold, 2 for a typing mistake, 130 for Ctrl-C."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -50,7 +50,7 @@ def _parser() -> argparse.ArgumentParser:
         "check",
         help="ask a backend, a function, a variant or a layer for every law",
         description="Ask an implementation for every law of the operator: ours, or one of yours. Exit code 1 if a law "
-        "does not hold.",
+        "does not hold. Ctrl-C prints what was found by then, with exit code 130.",
     )
     check.add_argument(
         "target",

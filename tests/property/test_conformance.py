@@ -1,11 +1,13 @@
 """Our backends and the laws of the toolkit, which are stated there once; and what the toolkit prints and refuses."""
 
+import dataclasses
 import functools
 import json
 import runpy
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 
 from gated_delta import Chunked, Gates, Recurrent, gated_delta, variants
+from gated_delta import testing as gated_delta_testing
 from gated_delta.testing import (
     LAWS,
     LAYER_LAWS,
@@ -29,13 +32,16 @@ from gated_delta.testing import (
     backends,
     check_backend,
     check_law,
+    check_variant,
     expected,
     fla_style,
     implementation,
     plain,
+    problems,
     tokamax_style,
 )
-from gated_delta.testing._conformance import ask_law
+from gated_delta.testing._conformance import Interrupted, ask_law
+from gated_delta.testing._smaller import smaller
 
 from .plain import Plain
 
@@ -215,6 +221,7 @@ def test_a_numpy_function_has_no_gradients_and_is_told_so():
         Capabilities(decay=("channel",), erase=("channel",), write=("head",), tied=(False,), packing=()),
         Capabilities(key_dims=(16,), value_dims=(8, 32), time_multiple=16, grouped=False, erase_max=1.0, state=False),
         Capabilities(max_decay=5.0, dtypes=("bfloat16",)),
+        Capabilities.of(variants.kda, time_multiple=64, zero_decay=False),
     ],
     ids=repr,
 )
@@ -223,12 +230,12 @@ def test_only_what_is_offered_is_asked(offered):
     assert 4 <= len(layouts) <= 20 and all(offered.why_not(layout) is None for layout in layouts)
     assert any(layout.documents is not None for layout in layouts) == bool(offered.packing)
     subject = plain(lambda **arrays: None, capabilities=offered)
-    for name in ("recurrence", "extreme_gates", "ill_conditioned_keys", "packing", "shapes", "large_launch", "resume"):
-        drawn = LAWS[name].cases(subject)
+    for law in LAWS.values():
+        drawn = law.cases(subject)
         if isinstance(drawn, str):
             continue
 
-        @settings(max_examples=20, database=None, phases=[Phase.generate])
+        @settings(max_examples=5, database=None, phases=[Phase.generate])
         @given(drawn)
         def is_offered(case):
             problem = case["problem"]
@@ -236,6 +243,12 @@ def test_only_what_is_offered_is_asked(offered):
             assert offered.padding or problem.documents is None or (problem.segment_ids >= 0).all()
 
         is_offered()
+
+
+@pytest.mark.parametrize("law", ["resume", "neutral_tokens"])
+def test_whole_chunks_that_are_long_are_cut_too(law):
+    subject = dataclasses.replace(PLAIN, capabilities=Capabilities.of("kda", time_multiple=64))
+    assert ask_law(LAWS[law], subject, max_examples=3).status == "passed"
 
 
 def test_a_capability_that_is_no_tuple_of_known_words_is_refused():
@@ -398,6 +411,176 @@ def test_a_law_that_takes_long_says_so_before_it_ends(monkeypatch, capsys):
     ask(implementation(Recurrent()), only=["zero_length"], max_examples=1, progress=lambda *now: told.append(now))
     assert told[0] == ("zero_length", 0.0)
     assert "gated-delta: Recurrent() is asked for `zero_length` for more than 0 s." in capsys.readouterr().err
+
+
+# ---- making a failing case small -------------------------------------------------------------------------------------
+
+PLAIN = Implementation("Plain()", Capabilities(), Plain())
+
+
+def failing_law(name, fails):
+    """A law of these cases that fails where `fails(**case)` says, and the cases that did."""
+    failed = []
+
+    def check(subject, **case):
+        if fails(**case):
+            failed.append(case)
+            raise AssertionError("it fails")
+        return 0.0
+
+    return dataclasses.replace(LAWS[name], check=check), failed
+
+
+def reported(outcome):
+    """The case in the line of a failure."""
+    assert outcome.status == "failed"
+    names = {"check_law": lambda law, subject, **case: case, "Plain": lambda: None}
+    return eval(outcome.line, {**vars(gated_delta_testing), **names})
+
+
+@pytest.mark.parametrize("shrinking", [0.0, 20.0], ids=["without time", "with time"])
+def test_the_smallest_case_that_failed_is_reported(monkeypatch, shrinking):
+    monkeypatch.setattr("gated_delta.testing._conformance._SHRINKING", shrinking)
+    law, failed = failing_law("packing", lambda problem: problem.time > 2 and problem.gates.log_decays != "zero")
+    problem = reported(ask_law(law, PLAIN))["problem"]
+    assert problem.numbers == min(case["problem"].numbers for case in failed)
+
+
+def test_a_failing_case_is_smaller_than_the_shapes_that_are_drawn():
+    """These need three tokens and a decay per channel: no layout has fewer than 31."""
+    law, _ = failing_law("recurrence", lambda problem: problem.time > 2 and problem.gates.decay == "channel")
+    (problem,) = reported(ask_law(law, PLAIN)).values()
+    assert problem == RandomProblem(time=3, gates=dataclasses.replace(problem.gates, log_decays="mild"))
+    offered = Capabilities(key_dims=(128,), value_dims=(64, 128), time_multiple=16)
+    (problem,) = reported(ask_law(law, dataclasses.replace(PLAIN, capabilities=offered))).values()
+    assert (problem.time, problem.key_dim, problem.value_dim, problem.batch, problem.value_heads) == (16, 128, 64, 1, 1)
+
+
+def test_a_place_stays_inside_the_problem_that_is_made_small():
+    law, _ = failing_law("causality", lambda problem, cut: problem.time > 4)
+    case = reported(ask_law(law, PLAIN))
+    assert case["problem"].time == 5 and case["cut"] < 5
+    law, _ = failing_law("no_leak_between_heads", lambda problem, value, head: problem.value_heads > 1)
+    case = reported(ask_law(law, PLAIN))
+    assert case["problem"].value_heads == 2 and case["head"] < 2
+
+
+@settings(max_examples=200)
+@given(problems())
+def test_smaller_cases_are_on_offer_and_hold_less(problem):
+    offered = Capabilities(key_dims=(4, 8), time_multiple=4, packing=("ids", "slots"))
+    for case in smaller({"problem": problem, "token": problem.time - 1}, offered):
+        small = case["problem"]
+        assert offered.why_not(small) is None and small.numbers < problem.numbers
+        assert case["token"] < small.time and small.segment_ids.shape == (small.batch, small.time)
+
+
+def test_a_case_that_fails_elsewhere_is_not_taken_for_the_same_failure():
+    def check(subject, problem):
+        if problem.time == 3:
+            raise IndexError("another one")
+        if problem.time > 3:
+            raise AssertionError("it fails")
+        return 0.0
+
+    law = dataclasses.replace(LAWS["recurrence"], check=check)
+    outcome = ask_law(law, dataclasses.replace(PLAIN, capabilities=Capabilities(decay=("channel",), grouped=False)))
+    assert outcome.message == "it fails" and reported(outcome)["problem"].time == 4
+
+
+def test_making_a_case_small_ends_in_time_and_is_not_called_flaky(monkeypatch):
+    law, failed = failing_law("recurrence", lambda problem: not time.sleep(0.05) and problem.time > 1)
+    monkeypatch.setattr("gated_delta.testing._conformance._SHRINKING", 0.5)
+    outcome = ask_law(law, PLAIN)
+    assert outcome.message == "it fails" and len(failed) < 20
+    monkeypatch.setattr("gated_delta.testing._conformance._SHRINKING", 1000)
+    assert ask_law(law, PLAIN, seconds=0.0).seconds < 5  # no more than the law was given, but a second
+
+
+def test_an_error_of_the_toolkit_is_not_taken_for_a_pass():
+    broken = dataclasses.replace(LAWS["recurrence"], cases=lambda subject: problems().map(lambda problem: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        ask_law(broken, PLAIN)
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_found_before_it_was_interrupted_is_in_its_report():
+    """Ctrl-C comes while the third law is asked, which had failed, or while the second was."""
+
+    def interrupting(law, after):
+        left = iter(range(after))
+
+        def progress(name, share):
+            if name == law and next(left, None) is None:
+                raise KeyboardInterrupt
+
+        return progress
+
+    asked = dict(only=["determinism", "scale", "recurrence", "padding"], max_examples=4)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        check_backend(PLAIN, **asked, progress=interrupting("scale", 3))
+    first, second, *rest = stop.value.report.outcomes
+    assert (first.status, first.examples) == ("passed", 4)
+    assert (second.status, second.examples, second.message) == ("interrupted", 3, "after 3 of 4 examples")
+    assert [(o.law, o.status, o.message) for o in rest] == [
+        ("recurrence", "interrupted", "not asked"),
+        ("padding", "interrupted", "not asked"),
+    ]
+    assert not stop.value.report.passed and not stop.value.report.failures()
+    assert "1 passed, 3 interrupted" in str(stop.value) and "after 3 of 4 examples" in str(stop.value)
+    suite = ElementTree.fromstring(stop.value.report.to_junit())
+    assert suite.attrib["failures"] == "3"
+
+
+def test_a_failure_is_not_lost_when_it_is_interrupted_while_it_is_made_small():
+    calls = []
+
+    def run(arguments, cotangents):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return {name: 2 * x for name, x in Plain()(arguments, cotangents).items()}
+
+    with pytest.raises(Interrupted) as stop:
+        ask(Implementation("Plain()", Capabilities(), run), only=["recurrence", "scale"], max_examples=9)
+    failed, rest = stop.value.report.outcomes
+    assert failed.status == "failed" and "`out` is off by" in failed.message and rest.status == "interrupted"
+    assert isinstance(reported(failed)["problem"], RandomProblem)
+
+
+def test_laws_of_gates_are_among_those_of_a_variant_that_is_interrupted():
+    def progress(law, share):
+        if law == "layer_causality":
+            raise KeyboardInterrupt
+
+    laws = ["layer_causality", "layer_resume", "recurrence"]
+    with pytest.raises(Interrupted) as stop:
+        check_variant(variants.gdn, only=laws, progress=progress)
+    assert {o.law: o.status for o in stop.value.report.outcomes} == {
+        "layer_resume": "passed",
+        "layer_causality": "interrupted",
+        "recurrence": "interrupted",
+    }
+
+
+def test_a_step_of_ones_own_takes_the_gates_that_its_function_takes():
+    def one_token(q, k, v, *, log_decay, beta, state):
+        gates = Gates.tied(*(jnp.asarray(x)[:, None] for x in (beta, log_decay)), erase_max=2.0)
+        out, state = in_plain_of(*(jnp.asarray(x)[:, None] for x in (q, k, v)), gates, state)
+        return out[:, 0], state
+
+    def in_plain_of(q, k, v, gates, state):
+        return gated_delta(q, k, v, gates, initial_state=state, backend=Recurrent())
+
+    def scaled(q, k, v, *, log_decay, beta, state):
+        out, state = one_token(q, k, v, log_decay=log_decay, beta=beta, state=state)
+        return 1.01 * out, state
+
+    for step, status in ((one_token, "passed"), (scaled, "failed")):
+        outcome = ask(plain(in_plain, step=step), only=["step"], max_examples=2).outcomes[0]
+        assert outcome.status == status, outcome
 
 
 def test_a_seed_decides_what_is_drawn():

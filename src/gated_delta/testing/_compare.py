@@ -250,6 +250,14 @@ def relative_error(
     return max(_errors(actual, expected, problem, arguments).values())
 
 
+class OffBudget(AssertionError):
+    """Some array is off by this many `budgets`: what `assert_close` raises."""
+
+    def __init__(self, said: str, budgets: float):
+        super().__init__(said)
+        self.budgets = budgets
+
+
 def assert_close(
     actual: Mapping[str, Any],
     expected: Mapping[str, Any],
@@ -289,7 +297,7 @@ def assert_close(
         f"{key} {error:.2g}" if np.isfinite(np.asarray(actual[key]).astype(np.float64)).all() else f"{key} not finite"
         for key, error in errors.items()
     )
-    raise AssertionError(f"`{name}` {said} All, in budgets: {every}. Problem: {problem!r}")
+    raise OffBudget(f"`{name}` {said} All, in budgets: {every}. Problem: {problem!r}", max(errors.values()))
 
 
 def _first(bad: np.ndarray, name: str) -> tuple[int, ...]:

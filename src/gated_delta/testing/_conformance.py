@@ -15,10 +15,12 @@ from gated_delta._chunked import Chunked
 from gated_delta._variant import Variant
 
 from ._capabilities import Capabilities
+from ._compare import OffBudget
 from ._implementations import Implementation, implementation
 from ._own_step import OwnStep, describe_gates
 from ._random import RandomGates, RandomProblem
 from ._report import Outcome, Report
+from ._smaller import size, smaller
 from ._subjects import variant_subject
 from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Law, found_gates
 
@@ -26,7 +28,12 @@ _PATIENCE = 60.0
 """Seconds after which a law that is still being asked says so."""
 
 _SHRINKING = 20.0
-"""Seconds for making a failing case small. Whatever is smallest by then is reported."""
+"""Seconds for making a failing case small, or as many as its law had, where that is less (but 1). Half of them are for
+Hypothesis, which stays within the shapes of the law; then other shapes are tried. The smallest by then is reported."""
+
+_PLAINLY_WRONG = 10.0
+"""Budgets by which a smaller case must be off, where the first one was by more than twice that: rounding that exceeds
+its budget by little is another failure."""
 
 ALL_LAWS = {**LAWS, **LAYER_LAWS, **STEP_LAWS}
 
@@ -36,6 +43,14 @@ Progress = Callable[[str, float], None]
 
 class ConformanceError(AssertionError):
     """Some law does not hold. `report` has all outcomes."""
+
+    def __init__(self, report: Report):
+        super().__init__(f"\n{report}")
+        self.report = report
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C came while laws were asked. `report` has what was found by then."""
 
     def __init__(self, report: Report):
         super().__init__(f"\n{report}")
@@ -72,6 +87,7 @@ def check_backend(
     **Returns:** a `Report`; `print` it.
 
     **Raises:** `ConformanceError`, with the report, if any law fails. `ValueError` for a law that does not exist.
+        Ctrl-C is a `KeyboardInterrupt` whose `report` has what was found by then.
     """
     report = ask(
         implementation(subject, capabilities),
@@ -113,10 +129,10 @@ def ask(
     """`check_backend` that returns the report, whatever is in it."""
     check_names(LAWS if only is None else only)
     check_names(expected_failures)
-    names = list(LAWS if only is None else only)
+    subject = limited(subject, variants, x64)
     return ask_all(
-        limited(subject, variants, x64),
-        [LAWS[name] for name in names],
+        subject,
+        [(LAWS[name], subject) for name in (LAWS if only is None else only)],
         expected_failures=expected_failures,
         max_examples=max_examples,
         seed=seed,
@@ -127,7 +143,7 @@ def ask(
 
 def ask_all(
     subject: Any,
-    laws: Sequence[Law],
+    laws: Sequence[tuple[Law, Any]],
     *,
     expected_failures: Collection[str] = (),
     max_examples: int,
@@ -135,15 +151,28 @@ def ask_all(
     time_budget: float | None,
     progress: Progress | None,
 ) -> Report:
-    """Ask an implementation, a `Layer` or an `OwnStep` for laws of its kind."""
+    """The report about `subject`: each law is asked of the implementation, the `Layer` or the `OwnStep` beside it.
+
+    **Raises:** `Interrupted`, with what was found until Ctrl-C came.
+    """
     end, outcomes = None if time_budget is None else time.monotonic() + time_budget, []
-    for index, law in enumerate(laws):
-        seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(laws) - index)
-        outcome = ask_law(law, subject, max_examples=max_examples, seed=seed, seconds=seconds, progress=progress)
-        outcomes.append(_as_expected(outcome, law.name in expected_failures))
     imports = getattr(subject, "imports", "")
     toolkit = "from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, check_law"
-    return Report(subject.name, tuple(outcomes), seed, "; ".join(filter(None, (toolkit, imports))))
+
+    def report() -> Report:
+        return Report(subject.name, tuple(outcomes), seed, "; ".join(filter(None, (toolkit, imports))))
+
+    for index, (law, asked) in enumerate(laws):
+        seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(laws) - index)
+        asking = _Asking(law, asked, max_examples, seconds, progress)
+        try:
+            asking.run(seed)
+        except KeyboardInterrupt as stop:
+            outcomes.append(_as_expected(asking.outcome(interrupted=True), law.name in expected_failures))
+            outcomes += [Outcome(law.name, "interrupted", message="not asked") for law, _ in laws[index + 1 :]]
+            raise Interrupted(report()) from stop
+        outcomes.append(_as_expected(asking.outcome(), law.name in expected_failures))
+    return report()
 
 
 def limited(subject: Implementation, variants: Iterable[Variant | str] | None, x64: bool) -> Implementation:
@@ -176,64 +205,86 @@ def ask_law(
     progress: Progress | None = None,
 ) -> Outcome:
     """Check `max_examples` cases of one law, and make a failing one small."""
-    cases = law.cases(subject)
-    if isinstance(cases, str):
-        return Outcome(law.name, "not offered", message=cases)
-    begin = time.monotonic()
-    state = _Asking(law, subject, None if seconds is None else begin + seconds, max_examples, progress)
-    phases = [Phase.generate, Phase.target, *([Phase.shrink] if shrink else [])]
-    # A new shape compiles for seconds and a problem that an implementation declines is drawn again: health checks
-    # would call the first too slow and the second a filter that is too strict.
-    settings = hypothesis.settings(
-        max_examples=max_examples,
-        deadline=None,
-        derandomize=False,  # which a CI machine's own profile would turn on: the seed decides
-        database=None,
-        phases=phases,
-        verbosity=Verbosity.quiet,
-        report_multiple_bugs=False,
-        suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large),
-    )
-    message = ""
-    if progress is not None:
-        progress(law.name, 0.0)
-    said = f"gated-delta: {subject.name} is asked for `{law.name}` for more than {_PATIENCE:.0f} s."
-    slow = threading.Timer(_PATIENCE, lambda: print(said, file=sys.stderr, flush=True))
-    slow.daemon = True
-    slow.start()
-    try:
-        hypothesis.seed(seed)(settings(hypothesis.given(cases)(state.check)))()
-    except (Unsatisfiable, UnsatisfiedAssumption):
-        pass
-    except FlakyFailure:
-        message = f"It fails and then passes on the same input: {state.message}"
-    except Exception:
-        message = state.message
-    finally:
-        slow.cancel()
-    taken = time.monotonic() - begin
-    if state.failing is not None:
-        return Outcome(law.name, "failed", state.examples, state.worst, taken, message or state.message, state.line())
-    if not state.examples:
-        return Outcome(law.name, "not offered", seconds=taken, message=state.refused or "no case can be drawn")
-    return Outcome(law.name, "passed", state.examples, state.worst, taken)
+    asking = _Asking(law, subject, max_examples, seconds, progress)
+    asking.run(seed, shrink)
+    return asking.outcome()
 
 
 class _Asking:
-    """The function that Hypothesis calls, and what it has seen."""
+    """One law that is asked of one subject: the function that Hypothesis calls, and what it has seen."""
 
-    def __init__(self, law: Law, subject: Any, end: float | None, total: int, progress: Progress | None):
-        self.law, self.subject, self.end, self.total, self.progress = law, subject, end, total, progress
-        self.examples, self.worst, self.refused, self.message = 0, 0.0, "", ""
+    def __init__(self, law: Law, subject: Any, total: int, seconds: float | None, progress: Progress | None):
+        self.law, self.subject, self.total, self.progress = law, subject, total, progress
+        self.begin = time.monotonic()
+        self.end = float("inf") if seconds is None else self.begin + seconds
+        self.shrinking = _SHRINKING if seconds is None else min(_SHRINKING, max(1.0, seconds))
+        self.taken, self.examples, self.worst, self.refused, self.message = 0.0, 0, 0.0, "", ""
         self.failing: dict[str, Any] | None = None
-        self.give_up: float | None = None
+        self.failed: set[str] = set()
+        self.failed_at, self.least = float("inf"), 0.0
+        self.kind: tuple[Any, ...] = ()
 
-    def check(self, case):
-        now = time.monotonic()
+    def run(self, seed: int, shrink: bool = True):
+        """Ask until there are enough examples, one fails and is small, or time is up."""
+        cases = self.law.cases(self.subject)
+        if isinstance(cases, str):
+            self.refused = cases
+            return
+        # A new shape compiles for seconds and a problem that an implementation declines is drawn again: health checks
+        # would call the first too slow and the second a filter that is too strict.
+        settings = hypothesis.settings(
+            max_examples=self.total,
+            deadline=None,
+            derandomize=False,  # which a CI machine's own profile would turn on: the seed decides
+            database=None,
+            phases=[Phase.generate, Phase.target, *([Phase.shrink] if shrink else [])],
+            verbosity=Verbosity.quiet,
+            report_multiple_bugs=False,
+            suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large),
+        )
+        if self.progress is not None:
+            self.progress(self.law.name, 0.0)
+        said = f"gated-delta: {self.subject.name} is asked for `{self.law.name}` for more than {_PATIENCE:.0f} s."
+        slow = threading.Timer(_PATIENCE, lambda: print(said, file=sys.stderr, flush=True))
+        slow.daemon = True
+        slow.start()
+        try:
+            hypothesis.seed(seed)(settings(hypothesis.given(cases)(self._example)))()
+        except (Unsatisfiable, UnsatisfiedAssumption):
+            pass
+        except FlakyFailure:
+            self.message = f"It fails and then passes on the same input: {self.message}"
+        except Exception:
+            if self.failing is None:
+                raise
+            if shrink:
+                self._try_other_shapes()
+        finally:
+            slow.cancel()
+            self.taken = time.monotonic() - self.begin
+
+    def outcome(self, interrupted: bool = False) -> Outcome:
+        """What came of it; `interrupted` if it was not asked to the end."""
+        seen = self.examples, self.worst, self.taken
         if self.failing is not None:
-            if self.give_up is not None and now > self.give_up and case != self.failing:
-                hypothesis.reject()
-        elif self.end is not None and now > self.end and self.examples:
+            case = "".join(f", {name}={value!r}" for name, value in self.failing.items())
+            line = f'check_law("{self.law.name}", {self.subject.name}{case})'
+            return Outcome(self.law.name, "failed", *seen, self.message, line)
+        if interrupted:
+            return Outcome(self.law.name, "interrupted", *seen, f"after {self.examples} of {self.total} examples")
+        if not self.examples:
+            why = self.refused or "no case can be drawn"
+            return Outcome(self.law.name, "not offered", seconds=self.taken, message=why)
+        return Outcome(self.law.name, "passed", *seen)
+
+    def _example(self, case: dict[str, Any]):
+        """What Hypothesis calls, which replays failing cases: those are never too late."""
+        now = time.monotonic()
+        if self.failing is None:
+            too_late = now > self.end and self.examples
+        else:
+            too_late = now > self.failed_at + self.shrinking / 2 and repr(case) not in self.failed
+        if too_late:
             hypothesis.reject()
         if isinstance(case.get("problem"), RandomProblem):
             reason = self.subject.refusal(case["problem"])
@@ -241,19 +292,10 @@ class _Asking:
                 self.refused = reason
                 hypothesis.reject()
         try:
-            error = float(self.law.check(self.subject, **case))
+            error = self._check(case)
         except NotImplementedError as unoffered:
             self.refused = str(unoffered)
             hypothesis.reject()
-        except UnsatisfiedAssumption:
-            raise
-        except Exception as failure:
-            said = str(failure) if isinstance(failure, AssertionError) else f"{type(failure).__name__}: {failure}"
-            for ours, theirs in getattr(self.subject, "words", {}).items():
-                said = said.replace(ours, theirs)
-            self.failing, self.message = case, said
-            self.give_up = self.give_up or now + _SHRINKING
-            raise
         if self.failing is None:
             self.examples += 1
             self.worst = max(self.worst, error)
@@ -261,10 +303,63 @@ class _Asking:
                 self.progress(self.law.name, min(1.0, self.examples / self.total))
         hypothesis.target(error)
 
-    def line(self) -> str:
-        assert self.failing is not None
-        case = "".join(f", {name}={value!r}" for name, value in self.failing.items())
-        return f'check_law("{self.law.name}", {self.subject.name}{case})'
+    def _check(self, case: dict[str, Any]) -> float:
+        """The error of a case. Of those that fail the smallest is kept."""
+        try:
+            return float(self.law.check(self.subject, **case))
+        except (NotImplementedError, UnsatisfiedAssumption):
+            raise
+        except Exception as failure:
+            if self.failing is None:
+                self.failed_at, self.least = time.monotonic(), min(_budgets(failure) / 2, _PLAINLY_WRONG)
+            elif _budgets(failure) < self.least:
+                hypothesis.reject()
+            self.failed.add(repr(case))
+            if self.failing is None or size(case) < size(self.failing):
+                self._keep(case, failure)
+            raise
+
+    def _keep(self, case: dict[str, Any], failure: Exception):
+        said = str(failure) if isinstance(failure, AssertionError) else f"{type(failure).__name__}: {failure}"
+        for ours, theirs in getattr(self.subject, "words", {}).items():
+            said = said.replace(ours, theirs)
+        self.failing, self.message, self.kind = case, said, _kind(failure)
+
+    def _try_other_shapes(self):
+        """Go from the failing case to ever smaller ones that fail at the same line, until none does or time is up."""
+        seen = set(self.failed)
+        while self.failing is not None and isinstance(self.subject, Implementation):
+            for case in smaller(self.failing, self.subject.capabilities):
+                if time.monotonic() > self.failed_at + self.shrinking:
+                    return
+                if repr(case) not in seen and self.subject.refusal(case["problem"]) is None:
+                    seen.add(repr(case))
+                    if self._fails_alike(case):
+                        break
+            else:
+                return
+
+    def _fails_alike(self, case: dict[str, Any]) -> bool:
+        try:
+            self.law.check(self.subject, **case)
+        except Exception as failure:
+            if _kind(failure) == self.kind and _budgets(failure) >= self.least:
+                self._keep(case, failure)
+                return True
+        return False
+
+
+def _budgets(failure: Exception) -> float:
+    """By how many budgets a case is off; infinitely many, where its law does not say."""
+    return failure.budgets if isinstance(failure, OffBudget) else float("inf")
+
+
+def _kind(failure: Exception) -> tuple[Any, ...]:
+    """What two failures have in common: the type, and the line that raised it."""
+    place = failure.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return type(failure), place and (place.tb_frame.f_code.co_filename, place.tb_lineno)
 
 
 def _as_expected(outcome: Outcome, expected: bool) -> Outcome:
@@ -333,20 +428,20 @@ def check_variant(
     laws = STEP_LAWS if isinstance(checked, OwnStep) else LAYER_LAWS
     for names in (only or (), expected_failures):
         check_names(names, {**laws, **{name: LAWS[name] for name in _OF_GATES}})
-    options: dict[str, Any] = dict(
+    asked: list[tuple[Law, Any]] = [(law, checked) for law in laws.values()]
+    variant = getattr(getattr(subject, "config", None) or subject, "variant", subject)
+    if isinstance(variant, Variant):
+        operator = implementation(Chunked(), Capabilities.of(variant))
+        asked += [(LAWS[name], operator) for name in _OF_GATES]
+    report = ask_all(
+        checked,
+        [(law, of) for law, of in asked if only is None or law.name in only],
         expected_failures=expected_failures,
         max_examples=max_examples,
         seed=seed,
         time_budget=time_budget,
         progress=progress,
     )
-    report = ask_all(checked, [law for name, law in laws.items() if only is None or name in only], **options)
-    variant = getattr(getattr(subject, "config", None) or subject, "variant", subject)
-    if isinstance(variant, Variant):
-        offered = implementation(Chunked(), Capabilities.of(variant))
-        names = [name for name in _OF_GATES if only is None or name in only]
-        operator = ask_all(offered, [LAWS[name] for name in names], **options)
-        report = dataclasses.replace(report, outcomes=(*report.outcomes, *operator.outcomes))
     if isinstance(checked, OwnStep):
         report = dataclasses.replace(report, outcomes=tuple(_with_gates(o, checked, seed) for o in report.outcomes))
     if not report.passed:

@@ -13,7 +13,8 @@ import numpy as np
 
 from gated_delta._backend import AbstractBackend
 from gated_delta._chunked import Chunked
-from gated_delta._op import gated_delta, gated_delta_step
+from gated_delta._op import gated_delta
+from gated_delta._step import gated_delta_step
 
 from ._capabilities import Capabilities
 from ._compare import results, why_not
@@ -117,13 +118,13 @@ def plain(
 
     - `framework`: whose arrays it takes. A function of `"jax"` is compiled and differentiated by JAX, one of `"torch"`
         by torch; one of `"numpy"` has no gradients.
-    - `step`: the same for one token, with arrays that have no time axis, and `state`.
+    - `step`: the same for one token: its arrays have no time axis, and it takes and returns a `state`.
     """
     if capabilities is None:
         offered = Capabilities.from_signature(function, gradients=framework != "numpy")
     else:
         offered = capabilities.within(function)
-    return _adapt(function, offered, framework, name, _call_plainly, step)
+    return _adapt(function, offered, framework, name, _call_plainly, step and _one_token(step, framework))
 
 
 def fla_style(
@@ -197,6 +198,19 @@ def _call_plainly(function, arrays, options):
     elif options.pop("tied", False):
         given["write"] = given["erase"]
     return function(**given, **options)
+
+
+def _one_token(step, framework):
+    """`Implementation.step` from a step whose gates are arrays of their own."""
+
+    def call(q, k, v, gates, state):
+        given = {name: getattr(gates, name) for name in GATES}
+        arrays = {"q": q, "k": k, "v": v, "state": state, **{name: x for name, x in given.items() if x is not None}}
+        if framework == "torch":
+            arrays = {name: _tensor(x) for name, x in arrays.items()}
+        return _call_plainly(step, arrays, {"tied": True} if gates.is_tied else {})
+
+    return call
 
 
 def _call_as_fla(function, arrays, options):
@@ -316,28 +330,22 @@ def _in_torch(call):
     def run(arguments, cotangents):
         import torch  # pyright: ignore[reportMissingImports]
 
-        def tensor(x):
-            x = np.array(x)
-            if x.dtype == jnp.bfloat16:
-                return torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
-            return torch.from_numpy(x)
-
         traced, other, static = split(arguments)
         gates = traced.pop("gates")
-        arrays = {name: tensor(x).requires_grad_() for name, x in (traced | _gate_arrays(gates)).items()}
+        arrays = {name: _tensor(x).requires_grad_() for name, x in (traced | _gate_arrays(gates)).items()}
         state = {name: arrays[name] for name in ("initial_state",) if name in arrays}
         stand_in = _ForeignGates(**{name: arrays.get(name) for name in GATES}, is_tied=gates.is_tied)
         out, final = call(
             *(arrays[name] for name in "qkv"),
             gates=stand_in,
             **state,
-            **{name: tensor(x) for name, x in other.items()},
+            **{name: _tensor(x) for name, x in other.items()},
             **dict(static),
         )
         check_results(out, final, cotangents)
-        loss = (out * tensor(cotangents[0])).sum()
+        loss = (out * _tensor(cotangents[0])).sum()
         if final is not None:
-            loss = loss + (final * tensor(cotangents[1])).sum()
+            loss = loss + (final * _tensor(cotangents[1])).sum()
         loss.backward()
 
         def array(x):
@@ -349,6 +357,15 @@ def _in_torch(call):
         return found | {f"d_{name}": array(zeros[name] if x.grad is None else x.grad) for name, x in arrays.items()}
 
     return run
+
+
+def _tensor(x):
+    import torch  # pyright: ignore[reportMissingImports]
+
+    x = np.array(x)
+    if x.dtype == jnp.bfloat16:
+        return torch.from_numpy(x.astype(np.float32)).to(torch.bfloat16)
+    return torch.from_numpy(x)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 from typing import Any, Literal, get_args
 
 import jax
@@ -105,8 +106,7 @@ class RandomGates(Readable):
 
     `owner` says whose heads decay and erase have, `write_owner` whose heads write has. With a finite `max_decay` there
     is one more family of log decays, `"limit"`: three quarters are 0.95 times that (a bound may be open), the others a
-    thousandth of it. `arrays(rng, ...)` makes float64
-    arrays, `build(rng, ...)` a `Gates`.
+    thousandth of it, but 0.01 at most. `arrays(rng, ...)` makes float64 arrays, `build(rng, ...)` a `Gates`.
     """
 
     decay: DecayGranularity = "none"
@@ -222,6 +222,12 @@ class RandomProblem(Readable):
         return self.key_heads * self.group
 
     @property
+    def numbers(self) -> int:
+        """How many numbers its queries, keys, values and states hold."""
+        tokens = self.batch * self.time * (2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim)
+        return tokens + self.state * math.prod(self.state_shape)
+
+    @property
     def shapes(self) -> "RandomProblem":
         """The problem that stands for all of the same shapes, dtypes and promises: with default values."""
         documents = self.documents
@@ -309,7 +315,7 @@ def _unit(x: np.ndarray) -> np.ndarray:
 
 def _log_decays(rng: np.random.Generator, shape: tuple[int, ...], family: str, limit: float) -> np.ndarray:
     if family == "limit":
-        return -limit * np.where(rng.uniform(size=shape) < 0.75, 0.95, 1e-3)
+        return -np.where(rng.uniform(size=shape) < 0.75, 0.95 * limit, min(1e-3 * limit, 0.01))
     constants = {"zero": 0.0, "tiny": -1e-6, "strong": -30.0, "huge": -1e4, "vast": -1e9, "full": -np.inf}
     mild = rng.uniform(-0.2, 0, shape)
     if family in constants:

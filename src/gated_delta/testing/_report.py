@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal
 from xml.etree import ElementTree
 
-Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered"]
+Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered", "interrupted"]
 
 _STYLES = {
     "passed": "green",
@@ -13,6 +13,7 @@ _STYLES = {
     "expected failure": "yellow",
     "unexpected pass": "bold red",
     "not offered": "dim",
+    "interrupted": "bold yellow",
 }
 
 
@@ -21,7 +22,7 @@ class Outcome:
     """What came of one law.
 
     - `examples`: how many cases were checked. `worst`: the largest error of all that passed, in budgets.
-    - `message`: why it failed, or why it was not asked.
+    - `message`: why it failed, or why it was not asked (to the end, where Ctrl-C interrupted it).
     - `line`: for a failure, one line of Python that repeats its smallest case.
     """
 
@@ -37,6 +38,10 @@ class Outcome:
     def is_good(self) -> bool:
         return self.status in ("passed", "expected failure", "not offered")
 
+    @property
+    def is_failure(self) -> bool:
+        return self.status in ("failed", "unexpected pass")
+
 
 @dataclasses.dataclass(frozen=True)
 class Report:
@@ -50,7 +55,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Nothing failed, nothing passed that was expected to fail, and something was asked."""
+        """Nothing failed, nothing passed that was expected to fail, and something was asked, all of it to the end."""
         asked = [outcome for outcome in self.outcomes if outcome.status != "not offered"]
         return bool(asked) and all(outcome.is_good for outcome in self.outcomes)
 
@@ -83,7 +88,7 @@ class Report:
                 str(outcome.examples) if outcome.examples else "",
                 "" if not outcome.examples else "bits" if outcome.worst == 0 else f"{outcome.worst:.2g}",
                 f"{outcome.seconds:.1f}" if outcome.examples else "",
-                outcome.message if outcome.is_good else "",
+                "" if outcome.is_failure else outcome.message,
             )
             for outcome in self.outcomes
         ]
@@ -92,7 +97,7 @@ class Report:
         """Every failure: what is wrong, and the line that repeats it. Laws that fail alike are one."""
         alike: dict[str, list[Outcome]] = {}
         for outcome in self.outcomes:
-            if not outcome.is_good:
+            if outcome.is_failure:
                 alike.setdefault(outcome.message or outcome.status, []).append(outcome)
         found = [
             f"{', '.join(o.law for o in outcomes)}: {message}" + (f"\n  {outcomes[0].line}" if outcomes[0].line else "")

@@ -1,6 +1,7 @@
 """`gated-delta check`: progress, tables and report files."""
 
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from gated_delta._backend import AbstractBackend
 from gated_delta._variant import MixerConfig, Variant
 
-from ._conformance import ConformanceError, ask, ask_law, check_variant
+from ._conformance import ConformanceError, Interrupted, ask, ask_law, check_variant
 from ._implementations import Implementation, implementation
 from ._own_step import OwnStep
 from ._report import Report
@@ -35,22 +36,33 @@ def list_laws():
 
 
 def check(subjects: Sequence[Any], variants: Sequence[Variant] | None, options: Any) -> int:
-    """Print the report of every subject, write the files that were asked for, and give the exit code."""
-    console, reports = _console(), []
+    """Print the report of every subject, write the files that were asked for, and give the exit code.
+
+    Ctrl-C ends it with the report, and the files, of what was asked until then.
+    """
+    console, reports, is_interrupted = _console(), [], False
     end = None if options.time_budget is None else time.monotonic() + options.time_budget
     for index, subject in enumerate(subjects):
         seconds = None if end is None else max(1.0, end - time.monotonic()) / (len(subjects) - index)
-        reports.append(_report(subject, variants, options, seconds, console))
+        try:
+            reports.append(_report(subject, variants, options, seconds, console))
+        except Interrupted as stop:
+            reports.append(stop.report)
+            is_interrupted = True
         console.print(reports[-1])
         for failure in reports[-1].failures():
             console.print(f"\n{failure}", soft_wrap=True, markup=False, highlight=False)
+        if is_interrupted:
+            rest = ", ".join(map(str, subjects[index + 1 :]))
+            print(f"interrupted{f'; not asked: {rest}' if rest else ''}", file=sys.stderr)
+            break
     for path, text in ((options.json, _json(reports)), (options.junit, _junit(reports))):
         if path is not None:
             try:
                 Path(path).write_text(text, encoding="utf-8")
             except OSError as error:
                 raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-    return 0 if all(report.passed for report in reports) else 1
+    return 130 if is_interrupted else 0 if all(report.passed for report in reports) else 1
 
 
 def _report(

@@ -217,7 +217,7 @@ def padding(subject, problem, rubbish):
     lambda subject: and_then(
         "a log decay of 0 is not offered"
         if not subject.capabilities.zero_decay
-        else some_problems(subject, lambda layout: layout.state and 32 < layout.time < 70, at_most=1),
+        else some_problems(subject, lambda layout: layout.state and is_cut(subject, layout), at_most=1),
         real=lambda problem: st.sampled_from(shorter(subject, problem)),
     ),
 )
@@ -232,6 +232,12 @@ def neutral_tokens(subject, problem, real):
     alone = subject.run(short, (d_out[:, :real], d_state))
     found = {name: x if name in _STATES else x[:, :real] for name, x in found.items()}
     return agree(found, alone, problem, short)
+
+
+def is_cut(subject, layout):
+    """Whether a layout has more than 32 tokens, and more than a chunk, but few more."""
+    multiple = subject.capabilities.time_multiple
+    return max(32, multiple) < layout.time < max(70, 3 * multiple + 1)
 
 
 def shorter(subject, problem):
