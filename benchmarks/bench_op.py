@@ -60,7 +60,8 @@ class Worker:
                 return json.loads(line)
         code = self.process.wait()
         self.errors.seek(0)
-        raise Missing([f"its process ended with exit code {code}", *self.errors.read().strip().splitlines()][-1])
+        lines = [line.strip() for line in self.errors if "Error: " in line]
+        raise Missing((lines or [f"its process ended with exit code {code}"])[-1])
 
     def call(self):
         self.process.stdin.write("call\n")

@@ -102,7 +102,7 @@ def _atomic():
     from atomic_ops.reference import gdn2_chunked_wy_reference
 
     def call(q, k, v, log_decay, erase, write):
-        return gdn2_chunked_wy_reference(q, k, v, log_decay, erase, write, k.shape[-1] ** -0.5, 16)
+        return gdn2_chunked_wy_reference(q, k, v, log_decay, erase, write, k.shape[-1] ** -0.5, 16)[0]
 
     return call
 
@@ -126,7 +126,7 @@ def _fla():
 
 
 def _deltanet(op: str, tokens: str, chunks: str) -> dict[str, Implementation]:
-    parts = op, "deltanet-tpu", "jax-peers"
+    parts = op, "deltanet-tpu", "conformance"
     return {
         f"deltanet-tpu tokens {op}": Implementation(*parts, functools.partial(_deltanet_tokens, tokens)),
         f"deltanet-tpu chunks {op}": Implementation(*parts, functools.partial(_deltanet_chunks, chunks), only_128=True),
@@ -139,13 +139,13 @@ OURS = {
     for backend in ("Chunked", "Recurrent")
 }
 PEERS = {
-    "maxtext": Implementation("gdn", "maxtext", "maxtext", _maxtext),
-    "transformers": Implementation("gdn", "transformers", "torch-peers", _transformers, is_torch=True),
-    "fla naive": Implementation("gdn", "fla-core", "torch-peers", _fla, is_torch=True),
+    "maxtext": Implementation("gdn", "maxtext", "conformance", _maxtext),
+    "transformers": Implementation("gdn", "transformers", "conformance-torch", _transformers, is_torch=True),
+    "fla naive": Implementation("gdn", "fla-core", "conformance-torch", _fla, is_torch=True),
     **_deltanet("gdn", "reference_gdn", "chunk_gdn"),
-    "tokamax xla_chunked": Implementation("kda", "tokamax", "jax-peers", _tokamax, prepare=_heads_first),
+    "tokamax xla_chunked": Implementation("kda", "tokamax", "conformance", _tokamax, prepare=_heads_first),
     **_deltanet("kda", "reference_kda", "chunk_kda"),
-    "atomic-ops chunked": Implementation("gdn2", "atomic-ops", "jax-peers", _atomic),
+    "atomic-ops chunked": Implementation("gdn2", "atomic-ops", "conformance", _atomic),
     **_deltanet("gdn2", "token_serial_gdn2", "chunk_gdn2"),
 }
 IMPLEMENTATIONS = {**OURS, **PEERS}

@@ -6,6 +6,7 @@ from typing import Literal
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from ._backend import AbstractBackend, Problem, Result, entry_state
 from ._chunk_layout import ChunkLayout, lay_out
@@ -18,20 +19,22 @@ from ._types import CHUNK_SIZES, no_type_check
 class Chunked(AbstractBackend):
     """Runs chunks of tokens as matrix products, on any platform XLA compiles for.
 
-    - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
-    - `residuals`: what is kept for the backward pass beside the inputs. `"states"`: the state that enters each chunk,
-        the rest is recomputed. `"all"`: whatever the backward pass reads. `"none"`: the states of one chunk in eight;
-        the states between them are recomputed too.
+    - `chunk_size`: tokens solved together: 16, 32, 64 or 128. `None` leaves it to the backend: on a CPU 16 where every
+        key channel has a decay of its own, else 32, or 64 for states of 2^17 numbers and more; elsewhere 64.
+    - `residuals`: what is kept for the backward pass beside the inputs. `"solves"`: the state that enters each chunk,
+        its products with the chunk's keys and queries, and the inverses of the chunk's solve; the rest is recomputed.
+        `"states"`: only the states. `"none"`: the states of one chunk in eight; the states between them are recomputed
+        too. `"all"`: whatever the backward pass reads.
     """
 
-    chunk_size: int = eqx.field(static=True, default=64)
-    residuals: Literal["states", "all", "none"] = eqx.field(static=True, default="states")
+    chunk_size: int | None = eqx.field(static=True, default=None)
+    residuals: Literal["solves", "states", "none", "all"] = eqx.field(static=True, default="solves")
 
     def __check_init__(self):
-        if self.chunk_size not in CHUNK_SIZES:
-            raise ValueError(f"`Chunked(chunk_size={self.chunk_size})` must be one of {CHUNK_SIZES}.")
-        if self.residuals not in ("states", "all", "none"):
-            raise ValueError(f"`Chunked(residuals={self.residuals!r})` must be 'states', 'all' or 'none'.")
+        if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
+            raise ValueError(f"`Chunked(chunk_size={self.chunk_size})` must be one of {CHUNK_SIZES}, or None.")
+        if self.residuals not in ("solves", "states", "none", "all"):
+            raise ValueError(f"`Chunked(residuals={self.residuals!r})` must be 'solves', 'states', 'none' or 'all'.")
 
     def why_not(self, problem: Problem) -> str | None:
         return None
@@ -39,7 +42,7 @@ class Chunked(AbstractBackend):
     def __call__(self, problem: Problem) -> Result:
         arithmetic = Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max)
         time = problem.k.shape[1]
-        size = min(self.chunk_size, max(1 << (time - 1).bit_length(), CHUNK_SIZES[0]))
+        size = min(self.chunk_size or _chunk_size(problem), max(1 << (time - 1).bit_length(), CHUNK_SIZES[0]))
         layout = lay_out(problem, size)
         tiles = _tiles(problem, layout, size)
         bank = problem.initial_state
@@ -54,7 +57,7 @@ class Chunked(AbstractBackend):
             elif entry is not None:
                 tile = dataclasses.replace(tile, entry=entry)
                 entry = tile.document[..., -1:]
-            state, out = chunk_step(state, tile, arithmetic)
+            state, out = chunk_step(state, tile, arithmetic, _keep)
             if slot is not None:
                 final = final.at[rows, slot].set(state, mode="drop", unique_indices=True)
             return (state, entry, final), out
@@ -75,10 +78,28 @@ class Chunked(AbstractBackend):
         length = jax.tree.leaves(xs)[0].shape[0]
         if self.residuals == "all":
             return jax.lax.scan(body, carry, xs)
-        body = jax.checkpoint(body, prevent_cse=False)
-        if self.residuals == "states" or length <= _GROUP:
+        policy = jax.checkpoint_policies.save_only_these_names(_KEPT) if self.residuals == "solves" else None
+        body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+        if self.residuals != "none" or length <= _GROUP:
             return jax.lax.scan(body, carry, xs)
         return _scan_in_groups(body, carry, xs, length)
+
+
+def _chunk_size(problem: Problem) -> int:
+    """The fastest on the machines we tried (docs: Benchmarks)."""
+    if jax.default_backend() != "cpu":
+        return 64
+    key_dim, width = problem.state_shape[3:]
+    if problem.log_decay is not None and problem.log_decay.shape[3] == key_dim > 1:
+        return 16
+    return 64 if key_dim * width >= 2**17 else 32
+
+
+_KEPT = "gated_delta_solves"
+
+
+def _keep(x):
+    return checkpoint_name(x, _KEPT)
 
 
 _GROUP = 8  # chunks between kept states under residuals="none"

@@ -818,10 +818,17 @@ _solve.defvjp(_solve_fwd, _solve_bwd)
 # ---- the chunk -------------------------------------------------------------------------------------------------------
 
 
-def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = None) -> Factors:
+def keep_nothing(x: Heads) -> Heads:
+    return x
+
+
+def chunk_factors(
+    tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = None, keep: Callable[[Heads], Heads] = keep_nothing
+) -> Factors:
     """Everything about a chunk that needs no state: may run for all chunks at once.
 
-    `inverse`: what `Factors.inverse` of the same tile held, where it was kept.
+    `inverse`: what `Factors.inverse` of the same tile held, where it was kept. `keep`: marks what is worth keeping for
+    a backward pass.
     """
     dtype = arithmetic.accumulation
     chunk, key_dim = first(tile.k).shape[-2:]
@@ -845,7 +852,7 @@ def chunk_factors(tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = No
         pairs = _times(pairs, erase) if by_row else pairs
         pairs = each(lambda x: _mask(x, same), pairs)  # last: no cotangent comes from between documents
         if inverse is None:
-            inverse = block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same)
+            inverse = keep(block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same))
         erase_keys = decay.entering(spread(erase_keys, owners))
         entry_erase = _times(decay.entry, erase) if by_row else decay.entry
     scores = each(lambda x: _mask(jnp.where(i >= j, x, 0), same), scores)
@@ -938,8 +945,10 @@ def _zero_overflow(x, axis: int | tuple[int, ...] = -1):
     return jnp.where(overflow, 0, x), overflow
 
 
-def chunk_advance(state: Heads, factors: Factors, arithmetic: Arithmetic) -> tuple[Heads, Heads]:
-    """The chain from chunk to chunk: the state after it, and its outputs."""
+def chunk_advance(
+    state: Heads, factors: Factors, arithmetic: Arithmetic, keep: Callable[[Heads], Heads] = keep_nothing
+) -> tuple[Heads, Heads]:
+    """The chain from chunk to chunk: the state after it, and its outputs. `keep`: as of `chunk_factors`."""
     shared, lost = factors.shared, None
     if shared is not None:
         state, lost = each(lambda x: _zero_overflow(x, (-2, -1)), state)
@@ -949,7 +958,7 @@ def chunk_advance(state: Heads, factors: Factors, arithmetic: Arithmetic) -> tup
         written = factors.values
     else:
         both = each(lambda *x: jnp.concatenate(x, axis=-2), factors.erase_keys, factors.queries)
-        both = each(lambda x, state: matmul(x, state, arithmetic), both, state)
+        both = keep(each(lambda x, state: matmul(x, state, arithmetic), both, state))
         recalled, read = each(lambda x: (x[..., :chunk, :], x[..., chunk:, :]), both)
         right = each(jnp.subtract, factors.values, _times(recalled, factors.entry_erase))
         if shared is not None:
@@ -981,6 +990,8 @@ def _spread_overflow(shared: Shared, overflow, lost):
     return spoiled, jnp.any(shared.stays & overflow, axis=-2, keepdims=True) | (shared.carries & lost)
 
 
-def chunk_step(state: Heads, tile: Tile, arithmetic: Arithmetic) -> tuple[Heads, Heads]:
+def chunk_step(
+    state: Heads, tile: Tile, arithmetic: Arithmetic, keep: Callable[[Heads], Heads] = keep_nothing
+) -> tuple[Heads, Heads]:
     """`chunk_factors` and `chunk_advance`."""
-    return chunk_advance(state, chunk_factors(tile, arithmetic), arithmetic)
+    return chunk_advance(state, chunk_factors(tile, arithmetic, keep=keep), arithmetic, keep)

@@ -9,7 +9,7 @@ import numpy as np
 
 from gated_delta import Chunked, Gates, Recurrent, gated_delta
 
-BACKENDS = (Recurrent(), Chunked())
+BACKENDS = (Recurrent(), Chunked(64))
 MEMBERS = ("gdn", "kda", "gdn2", "sla")
 GATES = ("log_decay", "beta", "erase", "write")
 

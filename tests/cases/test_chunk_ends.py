@@ -43,14 +43,14 @@ def test_the_final_state_is_right_wherever_the_last_chunk_ends(time):
     turn = TIMES.index(time)
     for member in ("gdn2",) if turn % 2 else ("gdn2", ("gdn", "kda", "sla")[turn // 2 % 3]):
         arrays = long_inputs(member, time)
-        check_the_end(run(arrays, Chunked()), arrays, 2e-5)
+        check_the_end(run(arrays, Chunked(64)), arrays, 2e-5)
 
 
 @pytest.mark.parametrize("time", TIMES)
 def test_the_final_state_of_bfloat16_inputs_is_right_wherever_the_last_chunk_ends(time):
     """C10."""
     arrays = long_inputs("kda" if time == 129 else "gdn", time, jnp.bfloat16)
-    check_the_end(run(arrays, Chunked()), arrays, 1e-2)
+    check_the_end(run(arrays, Chunked(64)), arrays, 1e-2)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -79,7 +79,7 @@ def step(arrays, state):
 def test_all_tokens_at_once_equal_all_but_one_and_a_step(member, time):
     """C11."""
     arrays = long_inputs(member, time)
-    for backend in BACKENDS if (member, time) == ("gdn2", 65) else (Chunked(),):
+    for backend in BACKENDS if (member, time) == ("gdn2", 65) else (Chunked(64),):
         whole = run(arrays, backend)
         before = run(cut(arrays, 0, time - 1, state=slice(None)), backend)
         out, state = step(arrays, before["final_state"])
@@ -118,7 +118,7 @@ def test_very_small_heads_are_right(member, key_dim, value_dim):
     """C14."""
     arrays = sized_inputs(member, 23, 65, key_dim, value_dim)
     expected = recurrence(arrays)
-    for backend in BACKENDS if key_dim == 1 else (Chunked(),):
+    for backend in BACKENDS if key_dim == 1 else (Chunked(64),):
         assert_within(2e-5, run(arrays, backend), expected)
 
 
@@ -137,7 +137,7 @@ def test_head_sizes_that_differ_and_are_no_powers_of_two_are_right(member, key_d
     arrays = sized_inputs(member, 24, 65, key_dim, value_dim, heads=2)
     cotangents = random_cotangents(arrays, 25)
     expected = recurrence_with_gradients(arrays, *cotangents)
-    for backend in BACKENDS if key_dim == 60 else (Chunked(),):
+    for backend in BACKENDS if key_dim == 60 else (Chunked(64),):
         assert_forward_and_gradients_within(2e-5, 1e-4, run_with_gradients(arrays, cotangents, backend), expected)
 
 
@@ -155,7 +155,7 @@ def test_a_wide_value_head_is_right(dtype, bound):
 def test_a_thousand_chunks_at_once_are_each_right():
     """C17: 8 * 16 * 8 chunks of 64."""
     arrays = sized_inputs("kda", 27, 512, 16, 16, batch=8, heads=16)
-    actual, expected = run(arrays, Chunked()), recurrence(arrays)
+    actual, expected = run(arrays, Chunked(64)), recurrence(arrays)
     assert_within(2e-5, actual, expected)
     for row in range(8):
         for head in range(16):
@@ -165,7 +165,7 @@ def test_a_thousand_chunks_at_once_are_each_right():
                 else x[row : row + 1, :, head : head + 1]
                 for name, x in arrays.items()
             }
-            alone = run(here, Chunked())
+            alone = run(here, Chunked(64))
             assert error(actual["out"][row, :, head], alone["out"][0, :, 0]) < 2e-5
             assert error(actual["final_state"][row, head], alone["final_state"][0, 0]) < 2e-5
             assert error(alone["out"][0, :, 0], expected["out"][row, :, head]) < 2e-5

@@ -118,7 +118,7 @@ def test_the_decay_mask_poisons_no_gradient(backend, member):
 )
 def test_a_decay_of_zero_is_the_ungated_rule(member, time):
     """C05: the chunked form. The recurrent form has no chunks and runs at the longest time below."""
-    check_a_decay_of_zero(Chunked(), member, time)
+    check_a_decay_of_zero(Chunked(64), member, time)
 
 
 @pytest.mark.parametrize("member", ["gdn", "kda", "gdn2"])

@@ -29,7 +29,7 @@ def test_the_gradients_of_erase_and_write_are_complete(member, beta_max):
     arrays = random_inputs(member, 60, time=130, key_dim=32, value_dim=48, beta_max=beta_max)
     cotangents = random_cotangents(arrays, 61)
     expected = recurrence_with_gradients(arrays, *cotangents)
-    for backend in BACKENDS if (member, beta_max) == ("gdn2", 2.0) else (Chunked(),):
+    for backend in BACKENDS if (member, beta_max) == ("gdn2", 2.0) else (Chunked(64),):
         actual = run_with_gradients(arrays, cotangents, backend, erase_max=beta_max)
         names = [name for name in ("d_beta", "d_erase", "d_write") if name in actual]
         assert names
@@ -73,7 +73,7 @@ def test_the_gradient_of_an_integer_argument_is_none_or_float0():
     expected = packed(arrays, [0, 5, 16], np.ones_like(arrays["v"]), np.zeros((2, 2, 4, 4)))["d_q"]
 
     def loss(arrays, offsets):
-        return jnp.sum(call(arrays, backend=Chunked(), cu_seqlens=offsets)[0])
+        return jnp.sum(call(arrays, backend=Chunked(64), cu_seqlens=offsets)[0])
 
     gradients, d_offsets = eqx.filter_jit(eqx.filter_grad(lambda both: loss(*both)))((arrays, offsets))
     assert d_offsets is None and error(gradients["q"], expected) < 1e-5
@@ -86,7 +86,7 @@ def test_the_gradient_of_an_integer_argument_is_none_or_float0():
 
     def loss_by_ids(q, ids):
         state = arrays["initial_state"][None]
-        by_ids = {"segment_ids": ids, "num_segments": 2, "backend": Chunked()}
+        by_ids = {"segment_ids": ids, "num_segments": 2, "backend": Chunked(64)}
         return jnp.sum(call(arrays | {"q": q, "initial_state": state}, **by_ids)[0])
 
     assert error(little_optimised(jax.grad(loss_by_ids))(arrays["q"], ids), expected) < 1e-5
@@ -133,7 +133,7 @@ def test_forward_mode_is_right_by_the_recurrent_backend_along_every_input():
 def test_forward_mode_of_the_chunked_backend_is_refused_in_the_words_of_jax():
     """C38."""
     arrays = {name: jnp.asarray(x) for name, x in random_inputs("kda", 69, time=20, key_dim=4, value_dim=4).items()}
-    forward = along_q(arrays, Chunked())
+    forward = along_q(arrays, Chunked(64))
     with pytest.raises(TypeError, match="can't apply forward-mode autodiff \\(jvp\\) to a custom_vjp function"):
         jax.jvp(forward, (arrays["q"],), (arrays["q"],))
     assert "forward-mode" in Recurrent.__doc__

@@ -37,7 +37,7 @@ def test_a_group_of_value_heads_is_its_key_head_repeated(owner, member):
     """C55, ratio 3; gates of the key heads, shared by the group, and gates of the value heads."""
     arrays = random_inputs(member, 92, time=65, heads=2, group=3, key_dim=8, value_dim=8, owner=owner)
     cotangents = random_cotangents(arrays, 93)
-    for backend in BACKENDS if member == "gdn2" else (Chunked(),):
+    for backend in BACKENDS if member == "gdn2" else (Chunked(64),):
         actual = run_with_gradients(arrays, cotangents, backend)
         expected = run_with_gradients(repeated(arrays, 3), cotangents, backend)
         for name, x in expected.items():
@@ -81,7 +81,7 @@ def test_head_counts_that_do_not_divide_are_refused_by_both_counts(key_heads, va
     k, v = jnp.ones((1, 5, key_heads, 4)), jnp.ones((1, 5, value_heads, 4))
     gates = Gates.tied(0.5 * k[..., :1])
     message = f"value_heads to be a multiple of key_heads, but v has {value_heads} and k has {key_heads}"
-    for backend in (None, Recurrent(), Chunked()):
+    for backend in (None, Recurrent(), Chunked(64)):
         with pytest.raises(ValueError, match=message):
             gated_delta(k, k, v, gates, backend=backend)
         with pytest.raises(ValueError, match=message):

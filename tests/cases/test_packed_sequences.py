@@ -50,7 +50,7 @@ def test_state_stops_at_the_end_of_a_document_that_has_its_own(member):
     arrays = packed_inputs(member, 30, 200, 5, dim=32, heads=2)
     cotangents = random_cotangents(arrays, 31, states=(5,))
     expected = packed(arrays, BOUNDARIES, *cotangents)
-    for backend in BACKENDS if member == "gdn2" else (Chunked(),):
+    for backend in BACKENDS if member == "gdn2" else (Chunked(64),):
         actual = run_with_gradients(arrays, cotangents, backend, offsets=BOUNDARIES)
         assert_within(2e-5, actual, expected)
 
@@ -66,7 +66,7 @@ def test_state_stops_at_the_end_of_a_document_in_the_middle_of_a_chunk(member):
     expected = packed(arrays | {"initial_state": states}, BOUNDARIES, cotangents[0], d_states)
     expected["final_state"] = expected["final_state"][-1:]
     expected["d_initial_state"] = expected["d_initial_state"][:1]
-    for backend in BACKENDS if member == "gdn2" else (Chunked(),):
+    for backend in BACKENDS if member == "gdn2" else (Chunked(64),):
         actual = run_with_gradients(arrays, cotangents, backend, ids=ids_of(BOUNDARIES, 200))
         assert_within(2e-5, actual, expected)
 
@@ -240,7 +240,7 @@ def test_bad_traced_offsets_are_limited_as_documented():
     """C24 (b) to (d), traced: falling offsets count as the largest before them."""
     arrays = packed_inputs("kda", 45, 12, 2, dim=4)
     for bad, limited in (([0, 7, 5], [0, 7, 7]), ([0, 5, 99], [0, 5, 12])):
-        actual, expected = (run(arrays, Chunked(), offsets=offsets) for offsets in (bad, limited))
+        actual, expected = (run(arrays, Chunked(64), offsets=offsets) for offsets in (bad, limited))
         for name in actual:
             np.testing.assert_array_equal(actual[name], expected[name])
 

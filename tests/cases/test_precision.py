@@ -97,7 +97,7 @@ def test_every_product_of_float32_states_its_precision(inverse, member):
     """C40: one public argument sets it, and the highest is the default."""
     arrays = random_inputs(member, 82, time=80, key_dim=8, value_dim=8)
     for given, meant in ((None, "HIGHEST"), ("default", "DEFAULT"), ("high", "HIGH"), (lax.Precision.HIGH, "HIGH")):
-        found, full, products = precisions(arrays, Chunked(), inverse=inverse, precision=given)
+        found, full, products = precisions(arrays, Chunked(64), inverse=inverse, precision=given)
         assert found == {(lax.Precision[meant],) * 2}
         assert full == products >= 15, "some are found: 18 for the fewest"
     assert precisions(arrays, Recurrent(), inverse=inverse)[2] == 0, "sums of products have no precision to set"
@@ -107,15 +107,15 @@ def test_the_precision_holds_in_documents_that_share_chunks():
     """C40."""
     arrays = random_inputs("gdn2", 83, time=80, key_dim=8, value_dim=8)
     for packing in ({"segment_ids": jnp.zeros((1, 80), int)}, {"cu_seqlens": jnp.array([0, 80])}):
-        found, full, products = precisions(arrays, Chunked(), **packing)
+        found, full, products = precisions(arrays, Chunked(64), **packing)
         assert found == {(lax.Precision.HIGHEST,) * 2} and full == products >= 20
 
 
 def test_the_approximate_inverse_of_float32_has_no_other_rounded_product():
     """C40: its products of bfloat16 operands are the ones it promises."""
     arrays = random_inputs("sla", 84, time=64, key_dim=8, value_dim=8)
-    _, exact, _ = precisions(arrays, Chunked())
-    found, full, products = precisions(arrays, Chunked(), inverse="approx")
+    _, exact, _ = precisions(arrays, Chunked(64))
+    found, full, products = precisions(arrays, Chunked(64), inverse="approx")
     assert found == {(lax.Precision.HIGHEST,) * 2}
     assert products == exact and 0 < products - full == 2 * (2 * 3), "3 halvings of 64, forward and recomputed"
 

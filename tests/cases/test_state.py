@@ -26,7 +26,7 @@ by_backend = pytest.mark.parametrize("backend", BACKENDS, ids=str)
 
 @pytest.mark.parametrize(
     "backend, member",
-    [(Chunked(), "gdn2"), (Recurrent(), "sla")],
+    [(Chunked(64), "gdn2"), (Recurrent(), "sla")],
     ids=["chunked gdn2", "recurrent sla"],
 )
 @pytest.mark.parametrize("splits", [[1], [2], [3], [63], [64], [65], [149], [50, 100]], ids=str)

@@ -229,7 +229,7 @@ def test_compiled_functions_are_few_and_reused():
     for seed in range(3):
         before(small_inputs(seed=seed))
     assert before._cache_size() == 1
-    for backend in (Recurrent(), Chunked(), Chunked(64)):
+    for backend in (Recurrent(), Chunked(64), Chunked(chunk_size=64)):
         for seed in range(3):
             run(small_inputs(seed=seed), backend)
-    assert Chunked() == Chunked(64) and hash(Chunked()) == hash(Chunked(64))
+    assert Chunked(64) == Chunked(chunk_size=64) and hash(Chunked(64)) == hash(Chunked(chunk_size=64))

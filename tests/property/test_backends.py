@@ -69,7 +69,7 @@ def test_every_named_variant_agrees_without_grouping(backend, name):
 @pytest.mark.parametrize("time", [1, 2, 15, 16, 17, 32, 63, 64, 65, 127, 128, 129])
 def test_every_length_around_a_chunk_agrees(time):
     problem = RandomProblem(time=time, key_dim=4, value_dim=3, gates=VARIANTS["kda"], state=True, seed=3)
-    assert_close(pullback(Chunked(), problem), expected(problem), problem)
+    assert_close(pullback(Chunked(64), problem), expected(problem), problem)
 
 
 @pytest.mark.parametrize("decay", ["head", "tile", "channel"])
@@ -80,7 +80,7 @@ def test_no_gate_and_no_key_is_too_extreme(decay):
     for log_decays, keys, strength in itertools.product(DECAY_FAMILIES, KEY_FAMILIES, strengths):
         values = dataclasses.replace(gates, log_decays=log_decays, strengths=strength)
         extreme = dataclasses.replace(problem, gates=values, keys=RandomKeys(keys))
-        assert_close(pullback(Chunked(), extreme), expected(extreme), extreme)
+        assert_close(pullback(Chunked(64), extreme), expected(extreme), extreme)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=str)

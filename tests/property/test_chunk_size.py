@@ -9,6 +9,7 @@ LONG = RandomProblem(time=130, key_heads=1, group=2, key_dim=4, value_dim=3, sta
 WAYS = [
     Chunked(16, residuals="none"),  # 9 chunks: one group of 8 and one chunk more
     Chunked(16, residuals="all"),
+    Chunked(16, residuals="states"),
     Chunked(32),
     Chunked(64, residuals="all"),
     Chunked(64, residuals="none"),

@@ -143,7 +143,7 @@ def test_backends_with_equal_options_are_equal_and_compile_once():
         return gated_delta(**arguments, backend=backend)
 
     arguments = PROBLEM.arguments()
-    for backend in (Chunked(16), Chunked(16), Chunked(chunk_size=16, residuals="states")):
+    for backend in (Chunked(16), Chunked(16), Chunked(chunk_size=16, residuals="solves")):
         run(arguments, backend)
     assert len(traces) == 1 and Chunked(16) == Chunked(16) != Chunked(32)
     assert str(Chunked(16, "all")) == "Chunked(chunk_size=16, residuals='all')"

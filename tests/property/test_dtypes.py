@@ -37,21 +37,21 @@ SOME = [LAYOUTS[2], LAYOUTS[4], LAYOUTS[10]]
 @given(problem=problems(layouts=SOME))
 def test_any_problem_agrees_in_other_dtypes(dtype, problem):
     problem = dataclasses.replace(problem, dtype=dtype)
-    actual, wanted = pullback(Chunked(), problem), expected(problem)
+    actual, wanted = pullback(Chunked(64), problem), expected(problem)
     target(relative_error(actual, wanted, problem), label="error in budgets")
     assert_close(actual, wanted, problem)
 
 
 @given(problem=problems(layouts=[WIDE], dtypes=["bfloat16"], keys=["independent", "some_zero"]))
 def test_bfloat16_keeps_two_digits_where_keys_are_apart(problem):
-    assert_close(pullback(Chunked(), problem), expected(problem), problem)
+    assert_close(pullback(Chunked(64), problem), expected(problem), problem)
 
 
 @given(problem=problems(layouts=SOME[1:], log_decays=["mild", "bounded", "mixed"]))
 def test_the_approximate_inverse_keeps_its_budget(problem):
     gates = dataclasses.replace(problem.gates, erase_max=1.0)
     problem = dataclasses.replace(problem, inverse="approx", gates=gates)
-    assert_close(pullback(Chunked(), problem), expected(problem), problem)
+    assert_close(pullback(Chunked(64), problem), expected(problem), problem)
 
 
 MIXED = [
@@ -107,7 +107,7 @@ def test_small_log_decays_in_bfloat16_add_up_in_float32():
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("backend", [Recurrent(), Chunked()], ids=str)
+@pytest.mark.parametrize("backend", [Recurrent(), Chunked(64)], ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_numpy_arrays_are_taken_and_results_have_the_documented_dtypes(backend, dtype):
     problem = dataclasses.replace(WIDE, time=5, dtype=dtype)

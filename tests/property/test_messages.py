@@ -248,7 +248,7 @@ ERRORS = {
     "residuals": (
         lambda: Chunked(residuals="some"),
         ValueError,
-        r"`Chunked\(residuals='some'\)` must be 'states', 'all' o",
+        r"`Chunked\(residuals='some'\)` must be 'solves', 'states', ",
     ),
     "checkpoint_every": (
         lambda: Recurrent(0),

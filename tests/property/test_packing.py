@@ -101,7 +101,7 @@ def test_tokens_past_the_last_document_are_zero_and_have_zero_gradients(backend,
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("backend", [Recurrent(), Chunked()], ids=str)
+@pytest.mark.parametrize("backend", [Recurrent(), Chunked(64)], ids=str)
 def test_three_documents_by_offsets_are_three_runs(backend):
     problem = RandomProblem(time=24, key_dim=4, value_dim=3, gates=GATES, documents=((9, 1, 14),), packing="offsets")
     out, final = jax.jit(gated_delta, static_argnames="backend")(**problem.arguments(), backend=backend)

@@ -87,7 +87,7 @@ def test_zero_keys_and_gates_pad_without_ids(backend):
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("backend", [Recurrent(), Chunked()], ids=str)
+@pytest.mark.parametrize("backend", [Recurrent(), Chunked(64)], ids=str)
 def test_left_padding_gives_zeros_and_then_the_same_outputs(backend):
     problem = RandomProblem(time=12, key_dim=4, value_dim=3, gates=GATES["head"], documents=((-5, 7),))
     wanted = expected(problem)

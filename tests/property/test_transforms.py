@@ -20,7 +20,6 @@ from gated_delta.testing import (
 
 from .subjects import BACKENDS
 
-
 KDA = RandomGates("channel", erase="head", owner="value", tied=True)
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, gates=KDA, state=True, seed=13)
 
