@@ -1,13 +1,13 @@
 """One token of every request on a CPU core: ours beside others' steps, and beside a copy of the states.
 
-    make bench-step                                  # peers are what could be installed
+    make bench-step                                  # peers are what `make bench-peers` could install
     python benchmarks/bench_step.py --batch 8 --rounds 5
     python benchmarks/bench_step.py --shapes s m b   # of bench_op.py
 
 Gated DeltaNet in float32, 16 key and 32 value heads of 128 x 128 as in Qwen3-Next, from and to states that are donated
 where JAX runs. Each implementation has a process of its own, pinned to one core; they take turns of some hundred calls.
-The table has the median and the 99th percentile of a call's wall time, tokens per second, and how much longer the median
-is than that of a copy of the states into other memory, by NumPy; and how long JAX takes for such a copy.
+The table has the median and the 99th percentile of a call's wall time, tokens per second, and how much longer the
+median is than that of a copy of the states into other memory, by NumPy; and how long JAX takes for such a copy.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +126,9 @@ def _jax_copy():
 OURS, COPY, JAX_COPY = "ours", "a copy of the states", "the same by JAX"
 IMPLEMENTATIONS = {
     OURS: Implementation("gated-delta", None, _ours),
-    "maxtext": Implementation("maxtext", "maxtext", _maxtext),
-    "deltanet-tpu": Implementation("deltanet-tpu", "jax-peers", _deltanet, only_128=True),
-    "transformers": Implementation("transformers", "torch-peers", _transformers, is_torch=True),
+    "maxtext": Implementation("maxtext", "conformance", _maxtext),
+    "deltanet-tpu": Implementation("deltanet-tpu", "conformance", _deltanet, only_128=True),
+    "transformers": Implementation("transformers", "conformance-torch", _transformers, is_torch=True),
     COPY: Implementation("numpy", None, lambda: None),
     JAX_COPY: Implementation("jax", None, _jax_copy),
 }
@@ -211,12 +211,10 @@ class Missing(Exception):
 
 
 class Worker:
-    def __init__(self, name: str, sizes: Sizes, environments: pathlib.Path):
+    def __init__(self, name: str, sizes: Sizes):
         self.name, self.times = name, []
         environment = IMPLEMENTATIONS[name].environment
-        python = (
-            sys.executable if environment is None else str(environments / f".venv-{environment}" / "bin" / "python")
-        )
+        python = sys.executable if environment is None else str(ROOT / f".venv-{environment}" / "bin" / "python")
         if not pathlib.Path(python).exists():
             raise Missing(f"there is no {python}; `make bench-peers` installs it")
         command = [python, __file__, "--worker", json.dumps([name, dataclasses.astuple(sizes)])]
@@ -245,14 +243,14 @@ class Worker:
         self.process.wait()
 
 
-def measure(sizes: Sizes, rounds: int, seconds: float, environments: pathlib.Path) -> list[dict]:
+def measure(sizes: Sizes, rounds: int, seconds: float) -> list[dict]:
     """A record for each implementation that is here."""
     workers = []
     for name, how in IMPLEMENTATIONS.items():
         if how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128):
             continue
         try:
-            workers.append(Worker(name, sizes, environments))
+            workers.append(Worker(name, sizes))
         except Missing as why:
             print(f"{name} is left out: {why}", file=sys.stderr)
     sums = {worker.name: worker.hello["sum"] for worker in workers if worker.name not in (COPY, JAX_COPY)}
@@ -312,7 +310,6 @@ def main():
     parser.add_argument("--shapes", nargs="*", default=[], help="of bench_op.py, such as s, m, b, instead of batches")
     parser.add_argument("--rounds", type=int, default=10, help="turns of each implementation")
     parser.add_argument("--seconds", type=float, default=5.0, help="of calls of one implementation, in all")
-    parser.add_argument("--environments", type=pathlib.Path, default=HERE.parent, help="the folder of peers' .venv-*")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures there")
     options = parser.parse_args()
     cases = [Sizes(batch, 16, 32, 128, 128) for batch in options.batch]
@@ -321,7 +318,7 @@ def main():
         cases = [Sizes(one.batch, one.heads, one.heads, one.key_dim, one.value_dim) for one in shapes]
     records = []
     for sizes in cases:
-        records += (found := measure(sizes, options.rounds, options.seconds, options.environments))
+        records += (found := measure(sizes, options.rounds, options.seconds))
         Console(width=160 if not sys.stdout.isatty() else None).print(table(sizes, found))
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")

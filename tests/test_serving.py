@@ -210,7 +210,9 @@ def alone(name, x, state):
 # ---- steps in place --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, kernel", [("gdn", False), ("delta", False), ("gdn", True), ("gdn2", True)])
+@pytest.mark.parametrize(
+    "name, kernel", [("gdn", False), pytest.param("delta", False, marks=pytest.mark.slow), ("gdn", True)]
+)
 def test_a_step_in_the_slots_is_one_between_gather_and_scatter(name, kernel):
     mixer, x = make_mixer(name), draw(1, 4, MODEL)
     if kernel:

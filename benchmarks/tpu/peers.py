@@ -99,7 +99,7 @@ def _decoding_layer(batch, heads, key_heads, gate_width):
 
 
 # Whether a donated argument has to be copied after all.
-DONATED = ["TLP:2=skip", "TLP:5=skip"]
+DONATED = ["TLP:2=skip", "TLP:5=skip", "TLP:7=skip"]
 
 
 def _donating(forward, arrays):

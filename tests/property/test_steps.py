@@ -146,7 +146,7 @@ def test_states_of_bfloat16_are_rounded_where_they_are_stored_and_nowhere_else(b
     np.testing.assert_array_equal(new, wide.astype(jnp.bfloat16))
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, pytest.param(np.inf, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("backend", [Recurrent(), KERNEL], ids=["xla", "kernel"])
 @pytest.mark.parametrize("family", ["gdn2", pytest.param("gla", marks=pytest.mark.slow)])
 def test_what_is_not_finite_spoils_its_own_row_and_heads(family, backend, value):

@@ -11,7 +11,8 @@ class TileConfig(eqx.Module):
     """What one grid step works on. `None` leaves a size to the backend.
 
     - `chunk_size`: tokens solved together: 16, 32, 64 or 128.
-    - `owners`: states (key heads, or value heads where they own the gates) that advance side by side.
+    - `owners`: states (key heads, or value heads where they own the gates) that advance side by side; of
+        `gated_delta_step` value heads.
     - `chunks`: in a row in one grid step: what needs no state is done for all of them at once. Packed sequences take
         one. By default fewer where a gradient is taken.
     """

@@ -43,7 +43,7 @@ class Plan(NamedTuple):
 
 
 class Copies:
-    """The way of every row's block of states into vector memory and back, in two buffers each way."""
+    """The way of every row's block of states into vector memory and back, with two buffers each way."""
 
     def __init__(self, plan: Plan, slots_ref, fresh_ref, state_ref, new_ref, before, after, semaphores):
         self.plan, self.slots_ref, self.fresh_ref = plan, slots_ref, fresh_ref
@@ -57,16 +57,17 @@ class Copies:
         return self.fresh_ref[row] == 1 if self.plan.has_fresh else row < 0
 
     def load(self, row):
-        return self._copy(row, 0, lambda place, buffer: (place(self.state_ref), buffer(self.before)))
+        buffer = lax.rem(row, 2)
+        there = self.state_ref.at[self._place(row), pl.program_id(0)]
+        return pltpu.make_async_copy(there, self.before.at[buffer], self.semaphores.at[0, buffer])
 
     def store(self, row):
-        return self._copy(row, 1, lambda place, buffer: (buffer(self.after), place(self.new_ref)))
-
-    def _copy(self, row, way: int, ends):
-        place = self.slots_ref[row] if self.plan.has_slots else row
         buffer = lax.rem(row, 2)
-        from_, to = ends(lambda ref: ref.at[place, pl.program_id(0)], lambda ref: ref.at[buffer])
-        return pltpu.make_async_copy(from_, to, self.semaphores.at[way, buffer])
+        there = self.new_ref.at[self._place(row), pl.program_id(0)]
+        return pltpu.make_async_copy(self.after.at[buffer], there, self.semaphores.at[1, buffer])
+
+    def _place(self, row):
+        return self.slots_ref[row] if self.plan.has_slots else row
 
     def begin(self):
         """Before this row's states are needed: the next row's are on their way, and what is written has room."""
