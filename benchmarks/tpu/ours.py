@@ -36,7 +36,7 @@ bf16, f32 = jnp.bfloat16, jnp.float32
 # The choices at run time. At the top: whether an output is not finite, and all is done again without what is not.
 # In a kernel with decays per channel: whether a chunk forgets much (`far`), and takes the larger path.
 FINITE = ["TLP:2=run", "TLP:3=skip", "TLP:4=run", "TLP:5=skip"]
-KERNELS = ("gated_delta_forward*", "jvp_*", "transpose_jvp_*")
+KERNELS = ("gated_delta_forward*", "gated_delta_backward*")
 
 
 @dataclasses.dataclass(frozen=True)

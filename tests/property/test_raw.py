@@ -302,6 +302,41 @@ def test_devices_that_share_parameters_add_up_their_gradients():
     assert_near(named(quick_jit(local)(arguments, cotangents)), expected(case, arguments, cotangents), case.dtype)
 
 
+@pytest.mark.parametrize("backend", [Chunked(16), pytest.param(KERNEL, marks=pytest.mark.slow)], ids=str)
+def test_a_mapped_axis_of_the_parameters_is_an_ensemble(backend):
+    """Parameters of each member, one set of inputs for all: their cotangents are added up, documents stay apart."""
+    case = Case(groups=KEY_DIM, owners=KEY_HEADS, packed=True)
+    arguments, cotangents = case.arguments()
+    gates = arguments["gates"]
+    members = [
+        dataclasses.replace(gates, A_log=gates.A_log + shift, dt_bias=(1 - shift) * gates.dt_bias)
+        for shift in (0.0, 0.5, -1.0)
+    ]
+    stacked = jnp.stack([m.A_log for m in members]), jnp.stack([m.dt_bias for m in members])
+
+    def all_at_once(parameters, arguments, cotangents):
+        def run(parameters, arguments):
+            def member(A_log, dt_bias):
+                gates = dataclasses.replace(arguments["gates"], A_log=A_log, dt_bias=dt_bias)
+                given = {**arguments, "gates": gates}
+                return gated_delta_raw(**given, backend=backend, segment_ids=jnp.asarray(IDS))
+
+            out, state = jax.vmap(member)(*parameters)
+            return jnp.sum(out, axis=0), state
+
+        out, pull = jax.vjp(run, parameters, arguments)
+        return out, pull((cotangents[0], jnp.broadcast_to(cotangents[1], out[1].shape)))
+
+    (out, states), ((d_rates, d_biases), d_arguments) = quick_jit(all_at_once)(stacked, arguments, cotangents)
+    wanted = [expected(case, {**arguments, "gates": member}, cotangents) for member in members]
+    for n, member in enumerate(wanted):
+        found = {"final_state": states[n], "d_A_log": d_rates[n], "d_dt_bias": d_biases[n]}
+        assert_near({k: np.asarray(x, np.float64) for k, x in found.items()}, {k: member[k] for k in found}, case.dtype)
+    shared = ["out", "d_q", "d_k", "d_v", "d_initial_state", "d_raw_decay", "d_raw_erase"]
+    found = named(((out, states), d_arguments))
+    assert_near({k: found[k] for k in shared}, {k: sum(m[k] for m in wanted) for k in shared}, case.dtype)
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 MODEL = 12
