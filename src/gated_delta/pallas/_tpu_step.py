@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, cast
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -57,12 +56,12 @@ class Copies:
         return self.fresh_ref[row] == 1 if self.plan.has_fresh else row < 0
 
     def load(self, row):
-        buffer = lax.rem(row, 2)
+        buffer = row & 1
         there = self.state_ref.at[self._place(row), pl.program_id(0)]
         return pltpu.make_async_copy(there, self.before.at[buffer], self.semaphores.at[0, buffer])
 
     def store(self, row):
-        buffer = lax.rem(row, 2)
+        buffer = row & 1
         there = self.new_ref.at[self._place(row), pl.program_id(0)]
         return pltpu.make_async_copy(self.after.at[buffer], there, self.semaphores.at[1, buffer])
 
@@ -104,7 +103,7 @@ def _body(plan: Plan, *refs):
     state_ref, new_ref, out_ref, outs, before, after, semaphores = refs
     copies = Copies(plan, slots_ref, fresh_ref, state_ref, new_ref, before, after, semaphores)
     row = pl.program_id(1)
-    buffer = lax.rem(row, 2)
+    buffer = row & 1
     copies.begin()
 
     def run():
