@@ -202,7 +202,7 @@ class GatedDeltaMixer(eqx.Module):
             x, state = x[None], jax.tree.map(lambda a: a[None], state)
         windows = (state.q_window, state.k_window, state.v_window)
         out, windows, recurrent = self._run_token(x, windows, state.recurrent, None, None)
-        state = MixerState(*windows, recurrent)
+        state = MixerState(windows[0], windows[1], windows[2], recurrent)
         return (out[0], jax.tree.map(lambda a: a[0], state)) if single else (out, state)
 
     def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:

@@ -210,7 +210,7 @@ def step(
         problem = dataclasses.replace(problem, scale=1.0)
     floats, integers = eqx.partition((problem, state, slots, fresh), eqx.is_inexact_array)
     arrays, static = eqx.partition(integers, eqx.is_array)
-    out, new = _step((config, interpret, static, isinstance(scale, float)), floats, arrays)
+    out, new = cast(Any, _step((config, interpret, static, isinstance(scale, float)), floats, arrays))
     return out if isinstance(scale, float) else out * jnp.asarray(scale, out.dtype), new
 
 
