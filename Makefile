@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall hybrid generate test test-thorough test-slow test-smoke test-aot lint types docs dist bench tpu-schedule conformance-peers hooks clean
+.PHONY: help demo recall hybrid generate test test-thorough test-slow test-smoke test-aot lint types docs dist bench bench-peers bench-step tpu-schedule conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -78,20 +78,28 @@ dist: ## build sdist and wheel, then run the README's first example with the whe
 	@$(python) -m build >$(VENV)/build.log 2>&1 || { tail -n 40 $(VENV)/build.log; exit 1; }
 	@$(python) scripts/check_wheel.py
 
-bench: ## time forward + backward on one CPU core beside maxtext's (installed from PyPI into .venv-maxtext; needs Python 3.12)
+bench: ## time every variant on a CPU beside what others wrote, where `make bench-peers` has installed it (an hour)
 	$(install) bench
-	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh maxtext
-	@$(python) benchmarks/bench_op.py --peer-python .venv-maxtext/bin/python $(ARGS)
+	@JAX_PLATFORMS=cpu $(python) benchmarks/bench_op.py $(ARGS)
+
+bench-peers: ## install what others wrote for `make bench` into .venv-conformance (Python 3.12) and .venv-conformance-torch
+	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
+	@scripts/peer_venv.sh conformance-torch 3.11
+
+bench-step: ## time one token of 1, 8 and 64 requests on a CPU core, beside others' steps and a copy of the states (5 minutes)
+	$(install) bench
+	@JAX_PLATFORMS=cpu $(python) benchmarks/bench_step.py $(ARGS)
 
 tpu-schedule: ## cycles of our TPU kernels and of others', by the compiler's schedule: no TPU needed (an hour; Python 3.12)
 	$(install) bench
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh tpu-peers
 	@$(python) benchmarks/tpu_peers.py --python .venv-tpu-peers/bin/python $(ARGS)
 
-conformance-peers: ## ask what others wrote for our laws, and write the table of docs/conformance.md (about 20 minutes; Python 3.12)
+conformance-peers: ## ask what others wrote for our laws, and write the tables of docs/conformance.md (about 40 minutes; Python 3.12 and 3.11)
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
-	@.venv-conformance/bin/python -m pip install -q --no-deps atomic-ops==0.2.0
-	@PYTHONPATH=src JAX_PLATFORMS=cpu .venv-conformance/bin/python scripts/conformance_peers.py $(ARGS)
+	@scripts/peer_venv.sh conformance-torch 3.11
+	@for peers in conformance conformance-torch; do [ ! -x .venv-$$peers/bin/python ] || PYTHONPATH=src JAX_PLATFORMS=cpu \
+		.venv-$$peers/bin/python scripts/conformance_peers.py --environment $$peers $(ARGS) || exit 1; done
 
 hooks: ## run `make lint types` before every commit
 	$(install) dev test

@@ -14,6 +14,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -84,7 +85,7 @@ def measure(op: str, shape: str, mode: str, cores: int, rounds: int, only: str) 
     """A record for every implementation of `op` that is here, ours first."""
     sizes, workers = parse_shape(shape), []
     for name, how in IMPLEMENTATIONS.items():
-        if how.op != op or only not in name or (how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128)):
+        if how.op != op or not re.search(only, name) or (how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128)):
             continue
         try:
             workers.append(Worker(name, shape, mode, cores))
@@ -131,7 +132,7 @@ def main():
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--cores", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=20, help="calls of each, at most")
-    parser.add_argument("--only", default="", help="leave out implementations without this in their name")
+    parser.add_argument("--only", default="", help="a regular expression of names: leave out others")
     parser.add_argument("--json", type=pathlib.Path, help="also write the figures there")
     options = parser.parse_args()
     for shape in options.shapes:
