@@ -85,7 +85,8 @@ def measure(op: str, shape: str, mode: str, cores: int, rounds: int, only: str) 
     """A record for every implementation of `op` that is here, ours first."""
     sizes, workers = parse_shape(shape), []
     for name, how in IMPLEMENTATIONS.items():
-        if how.op != op or not re.search(only, name) or (how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128)):
+        unfit = how.only_128 and (sizes.key_dim, sizes.value_dim) != (128, 128)
+        if how.op != op or not re.search(only, name) or unfit:
             continue
         try:
             workers.append(Worker(name, shape, mode, cores))

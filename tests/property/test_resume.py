@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from gated_delta import Chunked, Recurrent, gated_delta, gated_delta_step
