@@ -140,13 +140,14 @@ class Recurrent(AbstractStepper):
 
 def delta_step_at_once(
     state: Float[Array, "batch owners key_dim width"], token: Token
-) -> tuple[
-    Float[Array, "batch owners key_dim width"], Float[Array, "batch owners width"], Float[Array, "batch owners width"]
-]:
-    r"""`delta_step` that goes through the state twice, not three times; and the value that it writes.
+) -> tuple[Float[Array, "batch owners key_dim width"], Float[Array, "batch owners width"]]:
+    r"""`delta_step` that goes through the state twice, not three times, and marks what is not finite.
 
     What the key recalls and what the query reads are one product with the state as it came. Of what is written the
     query reads as much as it has of the key: $S_t^\top q = \bar S_t^\top q + (k \cdot q)\, \mathrm{value}$.
+
+    A token or a state that is not finite shows in the value that is written or in the output, so nobody has to look at
+    more than these: then that head's output and state are NaN.
     """
     owners, key_dim, width = state.shape[1:]
     q, k = (spread_heads(x, owners, axis=1) for x in (token.q, token.k))
@@ -157,8 +158,11 @@ def delta_step_at_once(
     both = jnp.einsum("bhnk,bhkv->bhnv", vectors, state, precision="highest")
     value = value - both[:, :, 0]
     out = both[:, :, 1] + jnp.sum(k * q, axis=-1, keepdims=True) * value
+    fine = jnp.all(jnp.isfinite(value) & jnp.isfinite(out), axis=-1, keepdims=True)
+    value, out = (jnp.where(fine, x, jnp.nan) for x in (value, out))
+    value = jax.lax.optimization_barrier(value)  # else it is formed anew for every row of the state
     state = state if kept is None else kept[..., None] * state
-    return state + k[..., None] * value[:, :, None], out, value
+    return state + k[..., None] * value[:, :, None], out
 
 
 _CACHE_BYTES = 2**25
@@ -169,10 +173,10 @@ def _step_at_once(token: Token, state, slots, fresh) -> StepResult:
     if slots is None:
         rows = state.astype(token.v.dtype)
         rows = rows if fresh is None else jnp.where(fresh[:, None, None, None], 0, rows)
-        out, new = _contained_step(token, rows)
+        new, out = delta_step_at_once(rows, token)
         return out, new.astype(state.dtype)
     first = jnp.zeros(state.shape[1:], token.v.dtype)
-    out, new = _contained_step(token, take(state, first, slots, fresh))
+    new, out = delta_step_at_once(take(state, first, slots, fresh), token)
     real = is_slot(slots, state.shape[0])
     return jnp.where(real[:, None, None], out, 0), put(state, new, slots)
 
@@ -191,18 +195,6 @@ def _step_row_by_row(token: Token, state, slots, fresh) -> StepResult:
         return jax.lax.dynamic_update_slice_in_dim(out, new_out, row, 0), states
 
     return jax.lax.fori_loop(0, token.v.shape[0], one_row, (jnp.zeros_like(token.v), state))
-
-
-def _contained_step(token: Token, state):
-    """`delta_step_at_once` of every value head, whose states lie as they came: `[batch, value_heads, key_dim,
-    value_dim]`.
-
-    A token or a state that is not finite shows in the value that is written or in the output, so nobody has to look at
-    more than these.
-    """
-    state, out, value = delta_step_at_once(state, token)
-    fine = jnp.all(jnp.isfinite(value) & jnp.isfinite(out), axis=-1, keepdims=True)
-    return jnp.where(fine, out, jnp.nan), jnp.where(fine[..., None], state, jnp.nan)
 
 
 def _by_value_head(problem: Problem) -> Token:
