@@ -39,7 +39,7 @@ settings.register_profile("debug", plain, deadline=None, max_examples=10, verbos
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
-MOST_MAPS = 30_000  # of the 65,530 that Linux gives a process; at the limit XLA's compiler dies of a segmentation fault
+MOST_MAPS = 45_000  # of the 65,530 that Linux gives a process; at the limit XLA's compiler dies of a segmentation fault
 tests_done = 0
 
 

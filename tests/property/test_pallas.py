@@ -107,6 +107,7 @@ def test_a_state_too_large_for_the_chip_is_refused():
         gated_delta(**problem.arguments(), backend=PallasTPU(ahead_of_time=True))
 
 
+@pytest.mark.slow
 def test_two_chunks_in_a_step_are_two_steps():
     problem = RandomProblem(
         **{**SIZES, "time": 70}, gates=RandomGates(decay="tile", decay_tiles=4, erase="head", tied=True)

@@ -147,11 +147,11 @@ def assert_near(actual, wanted, dtype, budget=None):
 
 CASES = {
     "gdn": Case(),
-    "kda": Case(groups=KEY_DIM, owners=KEY_HEADS),
     "gdn2, bounded": Case(groups=KEY_DIM, tied=False, bound=-5.0),
-    "sla in bfloat16": Case(groups=4, owners=KEY_HEADS, dtype="bfloat16"),
 }
 MORE = {
+    "kda": Case(groups=KEY_DIM, owners=KEY_HEADS),
+    "sla in bfloat16": Case(groups=4, owners=KEY_HEADS, dtype="bfloat16"),
     "packed": Case(groups=KEY_DIM, packed=True),
     "gdn2": Case(groups=KEY_DIM, owners=KEY_HEADS, tied=False),
     "sla": Case(groups=4, owners=KEY_HEADS),
@@ -197,7 +197,7 @@ def test_two_chunks_in_a_step_share_the_parameters(groups):
     assert_near(run_raw(kernel, case, arguments, cotangents), expected(case, arguments, cotangents), case.dtype)
 
 
-@pytest.mark.parametrize("backend", [Chunked(16), KERNEL], ids=str)
+@pytest.mark.parametrize("backend", [Chunked(16), pytest.param(KERNEL, marks=pytest.mark.slow)], ids=str)
 def test_padding_may_hold_anything(backend):
     """Bit for bit, the gradients of the parameters too."""
     case = Case(groups=KEY_DIM, packed=True, owners=KEY_HEADS)
