@@ -328,7 +328,11 @@ def layer_gradients(subject, seed):
                 moved = [leaf + change if i == place else leaf for i, leaf in enumerate(leaves)]
                 return float(_loss(structure.unflatten(moved), rest, x, weight))
 
-            slope = (loss(step * direction) - loss(-step * direction)) / (2 * step)
+            def difference(step, loss=loss, direction=direction):
+                return (loss(step * direction) - loss(-step * direction)) / (2 * step)
+
+            # Extrapolated: a normalised query that is nearly zero bends the loss within one step.
+            slope = (4 * difference(step / 2) - difference(step)) / 3
             size = np.linalg.norm(gradient) * np.linalg.norm(direction)
             error = abs(slope - np.sum(gradient * direction)) / size / promise
             if not error <= 1:
