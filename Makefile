@@ -95,9 +95,7 @@ tpu-schedule: ## cycles of our TPU kernels and of others', by the compiler's sch
 	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh tpu-peers
 	@$(python) benchmarks/tpu_peers.py --python .venv-tpu-peers/bin/python $(ARGS)
 
-conformance-peers: ## ask what others wrote for our laws, and write the tables of docs/conformance.md (about 20 minutes; Python 3.12 and 3.11)
-	@PYTHON312='$(PYTHON312)' scripts/peer_venv.sh conformance
-	@scripts/peer_venv.sh conformance-torch 3.11
+conformance-peers: bench-peers ## ask what others wrote for our laws, and write the tables of docs/conformance.md (about 20 minutes; Python 3.12 and 3.11)
 	@for peers in conformance conformance-torch; do [ ! -x .venv-$$peers/bin/python ] || PYTHONPATH=src JAX_PLATFORMS=cpu \
 		.venv-$$peers/bin/python scripts/conformance_peers.py --environment $$peers $(ARGS) || exit 1; done
 

@@ -37,7 +37,7 @@ class Problem(eqx.Module):
     - `inverse`, `precision`, `erase_max`, `log_decay_min`: see `gated_delta` and `Gates`.
     - `prologue`: `None`, but for a backend that `takes_raw`: then queries and keys have yet to be normalised, and
         `log_decay`, `erase` and `write` to be activated, in any float dtype; at padding they are `-inf`, gates of 0.
-        `A_log` and `dt_bias` are parameters of the decay, the same for every row of the batch.
+        `A_log` and `dt_bias` are parameters of the decay, given to every row of the batch.
     """
 
     q: Float[Array, "batch time key_heads key_dim"]

@@ -304,7 +304,8 @@ def _scanned(stacked, rest, x):
 
 @layer_law(
     "Every parameter has a gradient that is not zero, and it is the slope of the results in float64.",
-    r"0 \ne \langle \nabla_\theta L, u \rangle = \frac{L(\theta + h u) - L(\theta - h u)}{2h} + O(h^2)",
+    r"0 \ne \langle \nabla_\theta L, u \rangle = \tfrac43 D_{h/2} - \tfrac13 D_h + O(h^4), \quad "
+    r"D_h = \frac{L(\theta + h u) - L(\theta - h u)}{2h}",
     lambda subject: cases(seed=_SEEDS),
 )
 def layer_gradients(subject, seed):
