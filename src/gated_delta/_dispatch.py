@@ -1,10 +1,10 @@
 """The only file that knows every backend: which one runs a problem, and why the others cannot."""
 
-import dataclasses
 from typing import Any
 
 from ._backend import AbstractBackend, AbstractStepper, Problem, check_named
 from ._chunked import Chunked
+from ._explanation import Explanation, refusal
 from ._recurrent import Recurrent
 from ._types import no_type_check
 
@@ -21,30 +21,6 @@ def named_only() -> tuple[AbstractBackend, ...]:
     return (PallasTPU(),)
 
 
-@dataclasses.dataclass(frozen=True)
-class Explanation:
-    """Which backend runs a call. `print` it.
-
-    **Attributes:**
-
-    - `chosen`: the backend that runs it.
-    - `reasons`: for every backend tried, by name: `None` if it can run, else why not.
-    - `problem`: the shapes, dtypes and gate granularities of the call in one line.
-    """
-
-    chosen: AbstractBackend
-    reasons: dict[str, str | None]
-    problem: str
-
-    def __str__(self) -> str:
-        lines = [self.problem]
-        for name, reason in self.reasons.items():
-            able = "could run, if named" if name in map(str, named_only()) else "could run"
-            verdict = f"cannot run: {reason}" if reason else "runs" if name == str(self.chosen) else able
-            lines.append(f"  {name}: {verdict}")
-        return "\n".join(lines)
-
-
 @no_type_check
 def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
     """The backend named, or else the first that can run.
@@ -56,7 +32,7 @@ def choose(problem: Problem, named: AbstractBackend | None) -> AbstractBackend:
     check_named(named)
     reason = named.why_not(problem)
     if reason is not None:
-        raise _refusal(named, reason)
+        raise refusal(named, reason, "explain")
     return named
 
 
@@ -71,7 +47,7 @@ def choose_stepper(problem: Problem, state: Any, named: AbstractBackend | None) 
     check_named(named)
     reason = _why_not_step(named, problem, state)
     if reason is not None:
-        raise _refusal(named, reason)
+        raise refusal(named, reason, "explain")
     assert isinstance(named, AbstractStepper)
     return named
 
@@ -82,22 +58,19 @@ def _why_not_step(backend: AbstractBackend, problem: Problem, state: Any) -> str
     return "it has no form for single tokens; Recurrent and PallasTPU have"
 
 
-def _refusal(named: AbstractBackend, reason: str) -> ValueError:
-    return ValueError(
-        f"{named} cannot run: {reason}. A named backend is never replaced; `backend=None` takes the first that can "
-        "run, and `gated_delta.explain` lists them."
-    )
-
-
 def explain_problem(problem: Problem, named: AbstractBackend | None) -> Explanation:
     reasons = {str(backend): backend.why_not(problem) for backend in _tried(named)}
-    return Explanation(choose(problem, named), reasons, describe(problem))
+    return _explanation(choose(problem, named), reasons, problem)
 
 
 def explain_step(problem: Problem, state: Any, named: AbstractBackend | None) -> Explanation:
     """The same of one token of every row, from `state`."""
     reasons = {str(backend): _why_not_step(backend, problem, state) for backend in _tried(named)}
-    return Explanation(choose_stepper(problem, state, named), reasons, describe(problem))
+    return _explanation(choose_stepper(problem, state, named), reasons, problem)
+
+
+def _explanation(chosen: AbstractBackend, reasons: dict[str, str | None], problem: Problem) -> Explanation:
+    return Explanation(chosen, reasons, describe(problem), tuple(map(str, named_only())))
 
 
 def _tried(named: AbstractBackend | None) -> tuple[AbstractBackend, ...]:

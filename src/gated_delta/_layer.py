@@ -8,13 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from ._activations import Activation, NormNumerics, gated_rms_norm, l2_normalize
+from ._activations import l2_normalize
 from ._backend import AbstractBackend, AbstractStepper, check_named
 from ._conv import ShortConv
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
 from ._linear import Linear
-from ._op import _check_inverse, _check_precision, gated_delta, gated_delta_raw
+from ._norm import RMSNorm
+from ._op import _check_inverse, gated_delta, gated_delta_raw
+from ._options import check_precision
 from ._raw_gates import RawGates
 from ._rows import Rows, make_rows
 from ._step import gated_delta_raw_step, gated_delta_step
@@ -38,22 +40,6 @@ class MixerState(eqx.Module):
     k_window: Float[Array, "*states taps key_channels"] | None
     v_window: Float[Array, "*states taps value_channels"] | None
     recurrent: Float[Array, "*states value_heads key_dim value_dim"]
-
-
-class RMSNorm(eqx.Module):
-    """`gated_rms_norm` of every head, with one weight for all of them."""
-
-    weight: Float[Array, " dim"]
-    eps: float = eqx.field(static=True)
-    numerics: NormNumerics = eqx.field(static=True)
-
-    def __call__(
-        self,
-        x: Float[Array, "*axes dim"],
-        gate: Float[Array, "*axes dim"] | None = None,
-        activation: Activation = "silu",
-    ) -> Float[Array, "*axes dim"]:
-        return gated_rms_norm(x, self.weight, gate, activation=activation, eps=self.eps, numerics=self.numerics)
 
 
 class GatedDeltaMixer(eqx.Module):
@@ -443,7 +429,7 @@ def _make_write(c: MixerConfig, key) -> SigmoidGate | None:
 
 def _check_operator_options(c: MixerConfig):
     """`inverse` and `precision` as the operator checks them, when the layer is made rather than when it runs."""
-    _check_precision(c.precision)
+    check_precision(c.precision)
     if c.inverse != "auto":
         _check_inverse(c.inverse, c.variant.erase_max, c.variant.log_decay_min, np.dtype("float32"))
 

@@ -11,10 +11,12 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._backend import AbstractBackend, Problem
-from ._dispatch import Explanation, choose, explain_problem, explain_step
+from ._dispatch import choose, explain_problem, explain_step
+from ._explanation import Explanation
 from ._explicit import is_sharded_explicitly, with_automatic_axes
 from ._finite import contained
 from ._gates import Gates
+from ._options import check_precision, check_scale
 from ._packing import check_packing
 from ._raw_gates import Prologue, RawGates
 from ._types import (
@@ -29,7 +31,6 @@ from ._types import (
 from ._variant import QKNorm
 
 _NORMS = ("l2", "none")
-_PRECISIONS = ("default", "high", "highest")
 
 
 @no_type_check
@@ -279,8 +280,8 @@ def _prepare(
     log_decay_min = gates.bound if is_raw else gates.log_decay_min
     A_log, dt_bias = _check_parameters(gates, log_decay, batch, dtype) if is_raw else (None, None)
     _check_inverse(inverse, gates.erase_max, None if log_decay is None else log_decay_min, operand)
-    precision = _check_precision(precision)
-    scale = _check_scale(scale, key_dim)
+    precision = check_precision(precision)
+    scale = check_scale(scale, key_dim)
     packing, real, states = check_packing(segment_ids, cu_seqlens, num_segments, batch, time, checked)
     state_shape = (*states, value_heads, key_dim, value_dim)
     slots = math.prod(states) // max(batch, 1) if cu_seqlens is None else states[0]
@@ -507,27 +508,6 @@ def _check_inverse(inverse, erase_max: float, log_decay_min: float | None, opera
             f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared "
             "bound, `log_decay_min`. Use `inverse='exact'`."
         )
-
-
-def _check_precision(precision) -> str | None:
-    if precision is None:
-        return None
-    name = precision.name.lower() if isinstance(precision, lax.Precision) else precision
-    if not isinstance(name, str) or name.lower() not in _PRECISIONS:
-        raise ValueError(f"`precision={precision!r}` must be one of {_PRECISIONS}, a `jax.lax.Precision`, or None.")
-    return name.lower()
-
-
-def _check_scale(scale, key_dim):
-    if scale is None:
-        return key_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(f"`scale` must be a number or a scalar array, but a {type(scale).__name__} came.")
-    if isinstance(scale, (int, float)):
-        return float(scale)
-    if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
-        raise ValueError(f"`scale` must be one float number, but it is {scale.dtype}{list(scale.shape)}.")
-    return jnp.asarray(scale)
 
 
 def _check_values(gates: Gates, log_decay, erase, checked):

@@ -50,10 +50,10 @@ def check_packing(
             "`num_segments` goes with `segment_ids`; with `cu_seqlens` its length says how many documents."
         )
     if cu_seqlens is not None:
-        return _packing_from_offsets(_as_int_array("cu_seqlens", cu_seqlens), batch, time, checked)
+        return _packing_from_offsets(as_int_array("cu_seqlens", cu_seqlens), batch, time, checked)
     if segment_ids is None:
         return None, None, (batch,)
-    segment_ids = _as_int_array("segment_ids", segment_ids)
+    segment_ids = as_int_array("segment_ids", segment_ids)
     if segment_ids.shape != (batch, time):
         raise ValueError(
             f"`segment_ids` must be [batch, time] = {(batch, time)}, but its shape is {segment_ids.shape}."
@@ -64,11 +64,15 @@ def check_packing(
         )
     if num_segments is not None and num_segments < 1:
         raise ValueError(f"`num_segments` must be at least 1, but it is {num_segments}.")
-    segment_ids = _check_ids(segment_ids, num_segments, checked)
+    segment_ids = check_ids(segment_ids, num_segments, checked)
     return _packing_from_ids(segment_ids, num_segments)
 
 
-def _as_int_array(name, value):
+def as_int_array(name, value):
+    """`value`, which must be an integer array.
+
+    **Raises:** `TypeError` that says `name` and what came.
+    """
     if not isinstance(value, (jax.Array, np.ndarray)):
         raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but a {type(value).__name__} came.")
     if not jnp.issubdtype(value.dtype, jnp.integer):
@@ -76,7 +80,7 @@ def _as_int_array(name, value):
     return value
 
 
-def _check_ids(ids, num_segments, checked):
+def check_ids(ids, num_segments, checked):
     """Ids that rise along time and stay below `num_segments`; negative ones may stand anywhere."""
     if ids.size == 0:
         return ids

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ._gate_modules import AbstractDecay
-from ._layer import RMSNorm
+from ._norm import RMSNorm
 from ._types import accumulation_dtype
 
 Model = TypeVar("Model")
