@@ -80,11 +80,11 @@ def as_int_array(name, value):
     return value
 
 
-def check_ids(ids, num_segments, checked):
+def check_ids(ids, num_segments, checked, name: str = "segment_ids"):
     """Ids that rise along time and stay below `num_segments`; negative ones may stand anywhere."""
     if ids.size == 0:
         return ids
-    rises = "`segment_ids` must rise along time (negative ids are padding and may stand anywhere)"
+    rises = f"`{name}` must rise along time (negative ids are padding and may stand anywhere)"
     below = f"`segment_ids` must be below `num_segments={num_segments}`"
     if is_concrete(ids):
         values = np.asarray(ids)

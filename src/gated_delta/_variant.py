@@ -47,10 +47,10 @@ class Variant:
     scale: float | None = None
 
     def __post_init__(self):
-        _make_floats(self, "erase_max", "log_decay_min", "scale")
+        make_floats(self, "erase_max", "log_decay_min", "scale")
         words = (("decay", DecayGranularity), ("decay_owner", Owner), ("erase", EraseGranularity))
         for name, allowed in (*words, ("write", WriteGranularity), ("qk_norm", QKNorm)):
-            _check_word("Variant", name, getattr(self, name), allowed)
+            check_word("Variant", name, getattr(self, name), allowed)
         if self.tied and (self.erase, self.write) != ("head", "head"):
             raise ValueError(
                 f"`Variant(tied=True)` needs `erase='head'` and `write='head'`, but they are {self.erase!r} and "
@@ -129,16 +129,16 @@ class MixerConfig:
     precision: str | None = None
 
     def __post_init__(self):
-        _make_floats(self, "norm_eps")
+        make_floats(self, "norm_eps")
         if not isinstance(self.variant, Variant):
             raise TypeError(
                 f"`MixerConfig(variant=...)` must be a `Variant`, but a {type(self.variant).__name__} came."
             )
         for name in ("model", "key_heads", "value_heads", "key_dim", "value_dim"):
-            _check_size(name, getattr(self, name))
+            check_size(name, getattr(self, name))
         for name in ("conv_width", "decay_rank", "output_gate_rank"):
             if getattr(self, name) is not None:
-                _check_size(name, getattr(self, name))
+                check_size(name, getattr(self, name))
         if self.value_heads % self.key_heads:
             raise ValueError(
                 f"A mixer needs value_heads to be a multiple of key_heads, but they are {self.value_heads} and "
@@ -153,21 +153,21 @@ class MixerConfig:
             raise ValueError("`has_rate=False` (no `A_log`) needs a bounded decay: give a bound in [-5, 0).")
         if isinstance(self.decay_rates, list):  # from JSON
             object.__setattr__(self, "decay_rates", tuple(self.decay_rates))
-        _check_numbers("decay_rates", *self.decay_rates)
+        check_numbers("decay_rates", *self.decay_rates)
         object.__setattr__(self, "decay_rates", tuple(float(rate) for rate in self.decay_rates))
         if len(self.decay_rates) != 2 or not 0 < self.decay_rates[0] <= self.decay_rates[1]:
             raise ValueError(
                 f"`decay_rates={self.decay_rates}` must be (low, high) with 0 < low <= high: 0 has no logarithm."
             )
         if self.output_gate is not None:
-            _check_word("MixerConfig", "output_gate", self.output_gate, Activation)
+            check_word("MixerConfig", "output_gate", self.output_gate, Activation)
         for name, allowed in (
             ("norm_numerics", NormNumerics),
             ("init", Initialisation),
             ("step_init", StepInitialisation),
             ("qkv_activation", QKVActivation),
         ):
-            _check_word("MixerConfig", name, getattr(self, name), allowed)
+            check_word("MixerConfig", name, getattr(self, name), allowed)
         if not self.norm_eps > 0:
             raise ValueError(f"`norm_eps={self.norm_eps}` must be above 0: a zero output has no direction.")
 
@@ -190,11 +190,11 @@ class MixerConfig:
             raise ValueError(
                 "`MixerConfig.from_json` needs a JSON object with an object `variant`, as `to_json` writes it."
             )
-        variant = Variant(**_check_entries(Variant, record["variant"]))
-        return cls(**{**_check_entries(cls, record), "variant": variant})
+        variant = Variant(**check_entries(Variant, record["variant"]))
+        return cls(**{**check_entries(cls, record), "variant": variant})
 
 
-def _check_entries(cls, record: dict[str, Any]) -> dict[str, Any]:
+def check_entries(cls, record: dict[str, Any]) -> dict[str, Any]:
     fields = dataclasses.fields(cls)
     unknown = sorted(set(record) - {field.name for field in fields})
     missing = sorted(f.name for f in fields if f.default is dataclasses.MISSING and f.name not in record)
@@ -206,28 +206,28 @@ def _check_entries(cls, record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def _make_floats(record, *names: str):
+def make_floats(record, *names: str):
     """Numbers of a frozen record as Python floats, so that 1 and 1.0 are one configuration."""
     for name in names:
         value = getattr(record, name)
         if value is not None:
-            _check_numbers(name, value)
+            check_numbers(name, value)
             object.__setattr__(record, name, float(value))
 
 
-def _check_numbers(name: str, *values):
+def check_numbers(name: str, *values):
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise TypeError(f"`{name}` must be a Python number, since it is static, but a {type(value).__name__} came.")
 
 
-def _check_word(owner: str, name: str, value, allowed):
+def check_word(owner: str, name: str, value, allowed):
     if value not in get_args(allowed):
         words = ", ".join(repr(word) for word in get_args(allowed))
         raise ValueError(f"`{owner}({name}={value!r})` is not known: use one of {words}.")
 
 
-def _check_size(name: str, value):
+def check_size(name: str, value):
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"`{name}` must be a Python int, since it is a shape, but a {type(value).__name__} came.")
     if value < 1:
@@ -272,9 +272,9 @@ def choose_sizes(
 ) -> Sizes:
     """Keys of 128 (or of `model`, where that is smaller), values `expansion` times as wide, and no groups: as many
     heads as make such values as wide as the model."""
-    _check_size("model", model)
+    check_size("model", model)
     key_dim = min(128, model) if key_dim is None else key_dim
-    _check_size("key_dim", key_dim)
+    check_size("key_dim", key_dim)
     key_heads = max(1, model // (expansion * key_dim)) if key_heads is None else key_heads
     value_heads = key_heads if value_heads is None else value_heads
     value_dim = expansion * key_dim if value_dim is None else value_dim
@@ -287,11 +287,11 @@ def choose_group_sizes(
 ) -> Sizes:
     """Keys of 256, values of 128 (less in a small model), and groups for a state of 128 * model numbers."""
     for name, value in (("model", model), ("group", group), ("decay_tiles", tiles)):
-        _check_size(name, value)
+        check_size(name, value)
     key_dim = max(1, min(256, model) // tiles) * tiles if key_dim is None else key_dim
     value_dim = min(128, model) if value_dim is None else value_dim
-    _check_size("key_dim", key_dim)
-    _check_size("value_dim", value_dim)
+    check_size("key_dim", key_dim)
+    check_size("value_dim", value_dim)
     key_heads = max(1, round(128 * model / (key_dim * value_dim * group))) if key_heads is None else key_heads
-    _check_size("key_heads", key_heads)
+    check_size("key_heads", key_heads)
     return Sizes(model=model, key_heads=key_heads, value_heads=group * key_heads, key_dim=key_dim, value_dim=value_dim)
