@@ -25,6 +25,9 @@ from ._step import gated_delta_raw_step as gated_delta_raw_step
 from ._step import gated_delta_step as gated_delta_step
 from ._variant import MixerConfig as MixerConfig
 from ._variant import Variant as Variant
+from .attention import AttentionConfig as AttentionConfig
+from .attention import KVCache as KVCache
+from .attention import SoftmaxAttention as SoftmaxAttention
 from .attention import explain_attention as explain_attention
 from .attention import softmax_attention as softmax_attention
 from .variants import GDN as GDN

@@ -7,6 +7,8 @@ from ._blocked import BlockedAttention as BlockedAttention
 from ._cache import KVCache as KVCache
 from ._cache import PagedKVCache as PagedKVCache
 from ._cached import cached_attention as cached_attention
+from ._config import AttentionConfig as AttentionConfig
 from ._dense import DenseAttention as DenseAttention
+from ._layer import SoftmaxAttention as SoftmaxAttention
 from ._op import explain_attention as explain_attention
 from ._op import softmax_attention as softmax_attention

@@ -87,19 +87,8 @@ def cached_attention(
         None if softcap is None else float(softcap),
         check_precision(precision) or "highest",
     )
-    arrays = (q, k, v, cache, slots, lengths, fresh)
-
-    def run(arrays):
-        q, k, v, cache, slots, lengths, fresh = arrays
-        return execute(backend, rules, q, k, v, cache, slots, fresh, Tokens.of_lengths(lengths, q.shape[1]))
-
-    if is_sharded_explicitly(arrays):
-        batch, time, heads, _ = spec_of(q)
-        stored = jax.tree.map(lambda x: P(*jax.typeof(x).sharding.spec), cache)
-        shardings = (P(batch, time, heads, spec_of(v)[3]), P(batch, time, heads), stored)
-        out, log_sum_exp, cache = jax.sharding.auto_axes(run, out_sharding=shardings)(arrays)
-    else:
-        out, log_sum_exp, cache = run(arrays)
+    tokens = Tokens.of_lengths(lengths, q.shape[1])
+    out, log_sum_exp, cache = advance(backend, rules, q, k, v, cache, slots, fresh, tokens)
     return ((out, log_sum_exp) if return_log_sum_exp else out), cache
 
 
@@ -142,45 +131,76 @@ class Tokens(eqx.Module):
         rank = jnp.cumsum(begins.astype(jnp.int32), axis=1) if has_several else None
         return cls(real, documents.position, documents.is_first, rank)
 
+    @property
+    def segments(self) -> Int[Array, "rows time"]:
+        """The document of every token, -1 at padding."""
+        return jnp.where(self.real, 0 if self.document is None else self.document, -1)
+
     def positions(self, count: Int[Array, " rows"]) -> Int[Array, "rows time"]:
         """Of every token in its document, behind `count` tokens of the first."""
         return self.position + jnp.where(self.is_first, count[:, None], 0)
 
 
+def advance(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens):
+    """Outputs in the dtype of `v`, log-sum-exps, and the cache with these tokens in it. Arguments are checked."""
+    arrays = (q, k, v, cache, slots, fresh, tokens)
+    if not is_sharded_explicitly(arrays):
+        return _advance(backend, rules, *arrays)
+    batch, time, heads, _ = spec_of(q)
+    stored = jax.tree.map(lambda x: P(*jax.typeof(x).sharding.spec), cache)
+    shardings = (P(batch, time, heads, spec_of(v)[3]), P(batch, time, heads), stored)
+    return jax.sharding.auto_axes(lambda arrays: _advance(backend, rules, *arrays), out_sharding=shardings)(arrays)
+
+
 @eqx.filter_jit
-def execute(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens):
-    """Outputs in the dtype of `v`, log-sum-exps, and the cache with these tokens in it."""
+def _advance(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens):
     if 0 in q.shape[:2]:
         dtype = accumulation_dtype(operand_dtype(cache.keys.dtype, cache.values.dtype))
         return jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.full(q.shape[:3], -jnp.inf, dtype), cache
     count, lost = held(cache, slots, fresh)
     if slots is not None:
-        tokens = eqx.tree_at(lambda t: t.real, tokens, tokens.real & is_slot(slots, cache.count.shape[0])[:, None])
-    position = tokens.positions(count)
-    fine_query, fine_key = finite(q) & tokens.real[..., None], finite(k) & finite(v)
-    q, k, v_clean = only(fine_query, q), only(fine_key, k), only(fine_key, v)
-    place = _Place.of(cache, slots, position, rules.window is not None)
-    bad = tokens.real[..., None] & ~(fine_key & place.has_room[..., None])
-    kept = _last_document(tokens)
-    end = jnp.max(jnp.where(kept, position + 1, 0), axis=1)
-    end = jnp.where(jnp.any(kept, axis=1), end, count)
-
-    before = cache
-    cache = _store(cache, slots, place, k, v_clean, kept, end)
-    goes_on = ~jnp.any(kept & ~tokens.is_first, axis=1)
-    latest = jnp.max(jnp.where(bad & kept[..., None], position[..., None], -1), axis=1)
-    latest = jnp.maximum(latest, jnp.where(goes_on[:, None], lost, -1))
-    cache = dataclasses.replace(
-        cache, count=put_rows(cache.count, end, slots), lost=put_rows(cache.lost, latest, slots)
-    )
-    problem = _problem(rules, q, k, v_clean, before, cache, slots, count, end, tokens)
+        real = tokens.real & is_slot(slots, cache.count.shape[0])[:, None]
+        tokens = dataclasses.replace(tokens, real=real)
+    fine_query, fine_key = finite(q), finite(k) & finite(v)
+    q, k, clean = only(fine_query, q), only(fine_key, k), only(fine_key, v)
+    stored, bad, end = _append(cache, slots, k, clean, fine_key, count, lost, tokens, rules.window is not None)
+    problem = _problem(rules, q, k, clean, cache, stored, slots, count, end, tokens)
     runs = choose(problem, backend)
     result = runs(problem if runs.takes_pages else problem.gathered())
-    spoiled = _spoiled(tokens, position, bad, lost, rules.window)
+    spoiled = _spoiled(tokens, tokens.positions(count), bad, lost, rules.window)
     out, log_sum_exp = marked(result, ~fine_query | jnp.repeat(spoiled, problem.group, axis=2))
     real = tokens.real[..., None]
     out = jnp.where(real[..., None], out, jnp.zeros_like(out)).astype(v.dtype)
-    return out, jnp.where(real, log_sum_exp, -jnp.inf), cache
+    return out, jnp.where(real, log_sum_exp, -jnp.inf), stored
+
+
+@eqx.filter_jit
+def filled(k, v, tokens: Tokens, capacity: int, is_ring: bool) -> KVCache:
+    """A cache that holds nothing but the last document of these tokens, in the dtypes of `k` and `v`."""
+    rows, _, kv_heads, key_dim = k.shape
+    nothing = KVCache.empty(rows, capacity=capacity, kv_heads=kv_heads, key_dim=key_dim, value_dim=v.shape[3])
+    nothing = dataclasses.replace(nothing, keys=nothing.keys.astype(k.dtype), values=nothing.values.astype(v.dtype))
+    if k.shape[1] == 0:
+        return nothing
+    fine = finite(k) & finite(v)
+    count, lost = nothing.count, nothing.lost
+    return _append(nothing, None, only(fine, k), only(fine, v), fine, count, lost, tokens, is_ring)[0]
+
+
+def _append(cache, slots, k, v, fine, count, lost, tokens: Tokens, is_ring: bool):
+    """The cache with the last document of these tokens in it, which tokens are lost, and how many it then has."""
+    position = tokens.positions(count)
+    place = _Place.of(cache, slots, position, is_ring)
+    bad = tokens.real[..., None] & ~(fine & place.has_room[..., None])
+    kept = _last_document(tokens)
+    end = jnp.max(jnp.where(kept, position + 1, 0), axis=1)
+    end = jnp.where(jnp.any(kept, axis=1), end, count)
+    goes_on = ~jnp.any(kept & ~tokens.is_first, axis=1)
+    latest = jnp.max(jnp.where(bad & kept[..., None], position[..., None], -1), axis=1)
+    latest = jnp.maximum(latest, jnp.where(goes_on[:, None], lost, -1))
+    cache = _store(cache, place, k, v, kept)
+    count, lost = put_rows(cache.count, end, slots), put_rows(cache.lost, latest, slots)
+    return dataclasses.replace(cache, count=count, lost=lost), bad, end
 
 
 def held(cache: KVCache | PagedKVCache, slots, fresh) -> tuple[Int[Array, " rows"], Int[Array, "rows kv_heads"]]:
@@ -219,7 +239,7 @@ def _last_document(tokens: Tokens) -> Bool[Array, "rows time"]:
     return tokens.real & (tokens.document == last)
 
 
-def _store(cache, slots, place: _Place, k, v, kept, end):
+def _store(cache, place: _Place, k, v, kept):
     """The cache with the tokens `kept`, but for those that a ring would overwrite at once and those without room."""
     written = kept & place.has_room
     if isinstance(cache, KVCache):
@@ -260,9 +280,7 @@ def _problem(rules: Rules, q, k, v, before, cache, slots, count, end, tokens: To
         k, v = k.astype(cache.keys.dtype), v.astype(cache.values.dtype)
         old_k, old_v, valid = _history(before, slots, count, window)
         k, v = jnp.concatenate([old_k, k], axis=1), jnp.concatenate([old_v, v], axis=1)
-        document = jnp.zeros(tokens.real.shape, jnp.int32) if tokens.document is None else tokens.document
-        own_segments = jnp.where(tokens.real, document, -1)
-        segments = own_segments, jnp.concatenate([jnp.where(valid, 0, -1), own_segments], axis=1)
+        segments = tokens.segments, jnp.concatenate([jnp.where(valid, 0, -1), tokens.segments], axis=1)
         offset = jnp.full((rows,), valid.shape[1], jnp.int32)
     return AttentionProblem(
         q=q.astype(operand),
