@@ -12,6 +12,9 @@ from ._gate_modules import OutputGate as OutputGate
 from ._gate_modules import SigmoidGate as SigmoidGate
 from ._gate_modules import SoftplusDecay as SoftplusDecay
 from ._gates import Gates as Gates
+from ._hybrid import HybridBlock as HybridBlock
+from ._hybrid import HybridConfig as HybridConfig
+from ._hybrid import HybridStack as HybridStack
 from ._layer import GatedDeltaMixer as GatedDeltaMixer
 from ._layer import MixerState as MixerState
 from ._op import explain as explain
