@@ -1,4 +1,4 @@
-"""How every test runs: strict dtype promotion, type checks of our own code, hypothesis profiles, 4 CPU devices."""
+"""How every test runs: strict dtype promotion, type checks of our own code, hypothesis profiles, 8 CPU devices."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ check_types_of_everything_but_the_toolkit()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_compilation_cache", False)
-jax.config.update("jax_num_cpu_devices", 4)  # for the laws about meshes; everything else runs on the first
+jax.config.update("jax_num_cpu_devices", 8)  # for the laws about meshes; everything else runs on the first
 
 plain = settings.get_profile("default")  # on a CI machine hypothesis starts from another: no example is random there
 settings.register_profile("fast", plain, deadline=None, max_examples=10, derandomize=True)

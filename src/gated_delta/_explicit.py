@@ -1,9 +1,10 @@
-"""Meshes with explicit axes, where the type of every array says how it is sharded."""
+"""Meshes: arrays whose type says how they are sharded (explicit axes), or over which devices they differ (manual)."""
 
 from collections.abc import Callable
 from typing import Any, cast
 
 import jax
+from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -24,4 +25,35 @@ def with_automatic_axes(run: Callable, arrays: Any, v: Any, states: tuple[str, .
     rows, _, heads, dim = spec
     leading = (rows if name == "batch" else None for name in states)
     sharding = (P(*spec), P(*leading, heads, None, dim))
-    return cast(tuple[Any, Any], jax.sharding.auto_axes(run, out_sharding=sharding)(arrays))
+    return automatically(run, arrays, sharding)
+
+
+def automatically(run: Callable, arrays: Any, specs: Any) -> tuple[Any, Any]:
+    """`run(arrays)` with every explicit axis left to the compiler inside, and two results of the given `specs`."""
+    return cast(tuple[Any, Any], jax.sharding.auto_axes(run, out_sharding=specs)(arrays))
+
+
+def explicit_spec(x: Any) -> tuple:
+    """How each axis of an array is sharded."""
+    spec = jax.typeof(x).sharding.spec if isinstance(x, jax.Array) else ()
+    return (*spec, *(None,) * x.ndim)[: x.ndim]
+
+
+def varying_alike(arrays: Any) -> Any:
+    """All arrays of a tree varying over the manual mesh axes that any of them varies over.
+
+    So their cotangents are, and what is summed over devices (those of parameters) is summed outside of any branch.
+    """
+    axes = frozenset().union(*(manual_axes(x) for x in jax.tree.leaves(arrays)))
+    return jax.tree.map(lambda x: varying(x, axes), arrays)
+
+
+def varying(x: jax.Array, axes: frozenset) -> jax.Array:
+    """`x` as an array that varies over manual mesh axes."""
+    missing = tuple(sorted(axes - manual_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def manual_axes(x: jax.Array) -> frozenset:
+    """The manual mesh axes over which an array differs from device to device, as far as its type knows."""
+    return jax.typeof(x).manual_axis_type.varying

@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Bool, Float
 
 from ._backend import Problem, Result
 from ._gates import limit_log_decay
@@ -15,9 +16,22 @@ from ._types import spread_heads
 def contained(run: Callable[[Problem], Result], problem: Problem) -> Result:
     """`run(problem)` where every token that is not finite spoils its own document and heads only.
 
+    Marking the followers of what was taken out is a select, so nothing leaks, in gradients neither. Log decays come
+    limited to `run`.
+    """
+    clean, bad, lost = take_out(problem)
+    out, state = run(clean)
+    spoiled, spoiled_state = spread_damage(bad, lost, problem.packing)
+    return mark_outputs(out, spoiled), mark_states(state, spoiled_state)
+
+
+def take_out(
+    problem: Problem,
+) -> tuple[Problem, Bool[Array, "batch time owners group"], Bool[Array, "batch slots owners group"]]:
+    """`problem` without what is not finite, which tokens of which heads that were, and which initial states.
+
     A token with a bad query, key or key-owned gate becomes zero vectors and zero gates for its whole group; a value, or
-    a value times its write gate, for its own head. Marking the followers is then a select, so nothing leaks, in
-    gradients neither. Log decays come limited to `run`.
+    a value times its write gate, for its own head. Log decays are limited.
     """
     batch, _, owners, _ = problem.v.shape
     key_heads, group = problem.k.shape[2], problem.group
@@ -65,12 +79,18 @@ def contained(run: Callable[[Problem], Result], problem: Problem) -> Result:
         lost = ~jnp.all(jnp.isfinite(state), axis=(-3, -1))
         state = jnp.where(lost[..., None, :, None], 0, state).reshape(problem.initial_state.shape)
         clean = dataclasses.replace(clean, initial_state=state)
+    return clean, ~by_head, lost
 
-    out, state = run(clean)
-    spoiled, spoiled_state = _spread_damage(~by_head, lost, problem.packing)
-    out = jnp.where(spoiled[..., None], jnp.nan, _by_head(out, group)).reshape(out.shape)
-    marked = jnp.where(spoiled_state[..., None, :, None], jnp.nan, _by_head(state, group))
-    return out, marked.reshape(state.shape)
+
+def mark_outputs(out: Float[Array, "batch time owners width"], spoiled: Bool[Array, "batch time owners group"]):
+    return jnp.where(spoiled[..., None], jnp.nan, _by_head(out, spoiled.shape[-1])).reshape(out.shape)
+
+
+def mark_states(
+    states: Float[Array, "*batch owners key_dim width"], spoiled: Bool[Array, "*batch owners group"]
+) -> Float[Array, "*batch owners key_dim width"]:
+    marked = jnp.where(spoiled[..., None, :, None], jnp.nan, _by_head(states, spoiled.shape[-1]))
+    return marked.reshape(states.shape)
 
 
 def _by_head(x, group: int):
@@ -84,7 +104,7 @@ def _keep_write(write, by_owner, by_head):
     return jnp.where(by_head[..., None], _by_head(write, by_head.shape[-1]), 0).reshape(write.shape)
 
 
-def _spread_damage(bad, lost, packing: Packing | None):
+def spread_damage(bad, lost, packing: Packing | None):
     """Bad tokens `[batch, time, owners, group]` and lost initial states `[batch, slots, owners, group]` to all that
     they spoil."""
     time = jnp.arange(bad.shape[1], dtype=jnp.int32)[None, :, None, None]

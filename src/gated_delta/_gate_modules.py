@@ -64,7 +64,7 @@ class SoftplusDecay(AbstractDecay):
 
     def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
         """What is activated, in the accumulation dtype."""
-        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[0])
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[1])
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
         return decay_by_head(self.raw(x), self.A_log, self.dt_bias)
@@ -108,7 +108,7 @@ class BoundedDecay(AbstractDecay):
 
     def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
         """What is activated, in the accumulation dtype."""
-        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[0])
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dt_bias.shape[1])
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads groups"]:
         return decay_by_head(self.raw(x), self.A_log, self.dt_bias, self.bound)
@@ -118,19 +118,19 @@ class SigmoidGate(eqx.Module):
     """`maximum * sigmoid(project(x))`: an erase gate, a write gate or a beta, per head or per channel."""
 
     project: Linear
-    heads: int = eqx.field(static=True)
+    dim: int = eqx.field(static=True)
     maximum: float = eqx.field(static=True)
 
     def __init__(
         self, model: int, heads: int, dim: int = 1, *, maximum: float = 1.0, init: str = "uniform", key: PRNGKeyArray
     ):
         self.project = Linear(model, heads * dim, init=init, key=key)
-        self.heads = heads
+        self.dim = dim
         self.maximum = maximum
 
     def raw(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
         """What is activated, in the accumulation dtype."""
-        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.heads)
+        return _split_heads(self.project(x, accumulation_dtype(x.dtype)), self.dim)
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
         return sigmoid_gate(self.raw(x), self.maximum)
@@ -140,7 +140,7 @@ class OutputGate(eqx.Module):
     """What `activation` is applied to before it multiplies the normalised output: raw values, per head and channel."""
 
     project: Linear | LowRank
-    heads: int = eqx.field(static=True)
+    dim: int = eqx.field(static=True)
     activation: Activation = eqx.field(static=True)
 
     def __init__(
@@ -156,15 +156,15 @@ class OutputGate(eqx.Module):
         key: PRNGKeyArray,
     ):
         self.project = make_linear(model, rank, heads * dim, bias=bias, init=init, key=key)
-        self.heads = heads
+        self.dim = dim
         self.activation = activation
 
     def __call__(self, x: Float[Array, "*batch model"]) -> Float[Array, "*batch heads dim"]:
-        return _split_heads(self.project(x), self.heads)
+        return _split_heads(self.project(x), self.dim)
 
 
-def _split_heads(x, heads):
-    return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads)
+def _split_heads(x, dim):
+    return x.reshape(*x.shape[:-1], x.shape[-1] // dim, dim)
 
 
 def _draw_rates(key, heads, rates):

@@ -6,14 +6,16 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._activations import l2_normalize
 from ._backend import AbstractBackend, AbstractStepper, check_named
 from ._conv import ShortConv
+from ._explicit import automatically, explicit_spec, is_sharded_explicitly
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
-from ._linear import Linear
+from ._linear import Linear, spoiled_rows
 from ._norm import RMSNorm
 from ._op import _check_inverse, gated_delta, gated_delta_raw
 from ._options import check_precision
@@ -155,11 +157,18 @@ class GatedDeltaMixer(eqx.Module):
         del key
         x = as_float_array("x", x)
         self._check_x(x, (2, 3), "[time, model] or [batch, time, model]")
+        arrays = (self, x, state, mask, segment_ids, cu_seqlens)
+        if is_sharded_explicitly(arrays):
+
+            def run(mixer, x, state, mask, segment_ids, cu_seqlens):
+                return mixer(x, state, mask=mask, segment_ids=segment_ids, cu_seqlens=cu_seqlens)
+
+            return self._with_automatic_axes(run, arrays, explicit_spec(x)[:-2] if cu_seqlens is None else (None,))
         single, packed = x.ndim == 2, any(a is not None for a in (mask, segment_ids, cu_seqlens))
         states, rows = x.shape[:-2], None
         if packed:  # rows have a batch axis; without them a single sequence stays without it, which vmap rewards
             if single:
-                x, mask, segment_ids = x[None], _add_axis("mask", mask), _add_axis("segment_ids", segment_ids)
+                x, mask, segment_ids = x[None], add_axis("mask", mask), add_axis("segment_ids", segment_ids)
             rows = make_rows(mask, segment_ids, cu_seqlens, *x.shape[:2])
             if cu_seqlens is not None:
                 states = (cu_seqlens.shape[0] - 1,)
@@ -180,6 +189,8 @@ class GatedDeltaMixer(eqx.Module):
         """
         x = as_float_array("x", x)
         self._check_x(x, (1, 2), "[model] or [batch, model]")
+        if is_sharded_explicitly((self, x, state)):
+            return self._with_automatic_axes(GatedDeltaMixer.step, (self, x, state), explicit_spec(x)[:-1])
         if state is None:
             raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
         self._check_state(state, x.shape[:-1])
@@ -253,34 +264,40 @@ class GatedDeltaMixer(eqx.Module):
         return self._finish(x, out), windows, final.astype(recurrent.dtype)
 
     def _project(self, x):
-        """`x` and the inputs of the three convolutions without the tokens that are not finite, and which are.
+        """`x` and the inputs of the three convolutions without the tokens that are not finite, and which are, for each
+        key head: `[*batch, time, key_heads]`.
 
         What is not finite is taken out here and put back behind the operator, which knows what it spoils: a select lets
         no NaN through in the backward pass, the products of the layer would.
         """
-        fine = _finite(x)
-        x = _only(fine, x)
+        lead, key_heads = x.shape[:-1], self.config.key_heads
+        fine = jnp.all(jnp.isfinite(x), axis=-1, keepdims=True)
+        x = jnp.where(fine, x, jnp.zeros_like(x))
+        # By key head and its group, not over all of them: where heads are split over devices, none asks the others.
         inputs = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        fine = fine & _finite(inputs[0]) & _finite(inputs[1]) & _finite(inputs[2])
-        return x, tuple(_only(fine, a) for a in inputs), fine
+        heads = [a.reshape(*lead, key_heads, a.shape[-1] // key_heads) for a in inputs]
+        for a in heads:
+            fine = fine & jnp.all(jnp.isfinite(a), axis=-1)
+        heads = [jnp.where(fine[..., None], a, jnp.zeros_like(a)) for a in heads]
+        return x, tuple(a.reshape(like.shape) for a, like in zip(heads, inputs, strict=True)), fine
 
     def _split_heads(self, q, k, v, fine, dtype):
         """Convolved channels by heads, and a NaN for the operator at what was taken out."""
         c, lead = self.config, q.shape[:-1]
         q, k = (a.reshape(*lead, c.key_heads, c.key_dim) for a in (q, k))
-        v = jnp.where(fine[..., None, None], v.reshape(*lead, c.value_heads, c.value_dim), jnp.nan)
-        return q, k, v.astype(dtype)
+        v = jnp.where(fine[..., None], v.reshape(*lead, c.key_heads, v.shape[-1] // c.key_heads), jnp.nan)
+        return q, k, v.reshape(*lead, c.value_heads, c.value_dim).astype(dtype)
 
     def _finish(self, x, out):
         """What follows the operator: norm, output gate, projection."""
-        fine = jnp.all(jnp.isfinite(out), axis=(-2, -1))
-        out = jnp.where(fine[..., None, None], out, jnp.zeros_like(out))
+        fine = jnp.all(jnp.isfinite(out), axis=-1, keepdims=True)
+        out = jnp.where(fine, out, jnp.zeros_like(out))
         if self.out_gate is None:
             out = self.out_norm(out)
         else:
             out = self.out_norm(out, self.out_gate(x), self.out_gate.activation)
-        out = self.o_proj(out.reshape(*x.shape[:-1], self.config.value_heads * self.config.value_dim))
-        return jnp.where(fine[..., None], out, jnp.nan)
+        out = jnp.where(fine, out, jnp.nan)
+        return spoiled_rows(self.o_proj, out.reshape(*x.shape[:-1], self.config.value_heads * self.config.value_dim))
 
     def _operator(self, x, q, k, v, state, documents, backend):
         """`gated_delta`, or `gated_delta_raw` where `backend` gains by it, with what this layer chose; and the state in
@@ -368,6 +385,19 @@ class GatedDeltaMixer(eqx.Module):
             return self.config.inverse
         return "approx" if dtype == jnp.bfloat16 and self.config.variant.erase_max == 1 else "exact"
 
+    def _with_automatic_axes(self, run, arrays, rows):
+        """`run(*arrays)` with every explicit axis of the mesh left to the compiler inside; `rows`: how the leading axes
+        of the states are sharded. Heads are as those of the weights."""
+        heads = explicit_spec(self.v_proj.weight)[0]
+
+        def spec(path, _):
+            return P(*rows, heads, None, None) if path[-1].name == "recurrent" else P(*rows, None, heads)
+
+        state = jax.tree_util.tree_map_with_path(spec, eqx.filter_eval_shape(self.init_state))
+        dynamic, static = eqx.partition(arrays, lambda a: isinstance(a, jax.Array))
+        specs = P(*explicit_spec(arrays[1])), state
+        return automatically(lambda dynamic: run(*eqx.combine(dynamic, static)), dynamic, specs)
+
     # ---- checks
     # --------------------------------------------------------------------------------------------------------
 
@@ -434,17 +464,9 @@ def _check_operator_options(c: MixerConfig):
         _check_inverse(c.inverse, c.variant.erase_max, c.variant.log_decay_min, np.dtype("float32"))
 
 
-def _add_axis(name, x):
+def add_axis(name, x):
     if x is None or not isinstance(x, (jax.Array, np.ndarray)):
         return x
     if x.ndim != 1:
         raise ValueError(f"`{name}` must be [time] where `x` is [time, model], but its shape is {x.shape}.")
     return x[None]
-
-
-def _finite(x):
-    return jnp.all(jnp.isfinite(x), axis=-1)
-
-
-def _only(fine, x):
-    return jnp.where(fine[..., None], x, jnp.zeros_like(x))

@@ -1,5 +1,7 @@
 """Linear maps over the last axis of arrays with any leading axes."""
 
+from typing import Any
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -63,3 +65,22 @@ def make_linear(inputs: int, rank: int | None, outputs: int, *, bias: bool, init
     if rank is None:
         return Linear(inputs, outputs, bias=bias, init=init, key=key)
     return LowRank(inputs, rank, outputs, bias=bias, init=init, key=key)
+
+
+@eqx.filter_custom_jvp
+def spoiled_rows(linear: Any, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+    """`linear(x)`: a row of `x` that is not finite has outputs that are not, and no part in any derivative.
+
+    So nobody has to say which rows these are: not the devices to each other either, over which inputs are split.
+    """
+    return linear(x)
+
+
+@spoiled_rows.def_jvp
+def _(primals, tangents):
+    linear, x = primals
+    out = spoiled_rows(linear, x)
+    clean = jnp.where(jnp.isfinite(x), x, jnp.zeros_like(x))
+    _, d_out = eqx.filter_jvp(lambda linear, x: linear(x), (linear, clean), tangents)
+    fine = jnp.all(jnp.isfinite(out), axis=-1, keepdims=True)
+    return out, jnp.where(fine, d_out, jnp.zeros_like(d_out))

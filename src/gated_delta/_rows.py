@@ -66,16 +66,12 @@ def make_rows(mask: Any, segment_ids: Any, cu_seqlens: Any, batch: int, time: in
     **Raises:** `TypeError` and `ValueError` as `gated_delta` for ids and offsets, for a mask that is no boolean
     `[batch, time]` array, and for a concrete mask that takes a token out of the middle of a document of `cu_seqlens`.
     """
-    if mask is not None:
-        mask = _check_mask(mask, batch, time)
     if cu_seqlens is not None:
+        mask = None if mask is None else _check_mask(mask, batch, time)
         return _rows_from_offsets(mask, segment_ids, cu_seqlens, batch, time)
-    if segment_ids is None:
-        if mask is None:
-            return None
-        segment_ids = jnp.where(mask, 0, -1)
-    elif mask is not None and getattr(segment_ids, "shape", None) == mask.shape:
-        segment_ids = _hide(segment_ids, mask)
+    if segment_ids is None and mask is None:
+        return None
+    segment_ids = hidden_ids(mask, segment_ids, batch, time)
     _, real, _ = check_packing(segment_ids, None, None, batch, time, False)
     assert real is not None
     place = _place(real)
@@ -83,6 +79,19 @@ def make_rows(mask: Any, segment_ids: Any, cu_seqlens: Any, batch: int, time: in
     ids = _take(jnp.where(real, ids, -1), _inverse(place))
     packing, _, _ = check_packing(ids, None, None, batch, time, False)
     return Rows(place, real, _documents(packing, real, ids, None))
+
+
+def hidden_ids(mask: Any, segment_ids: Any, batch: int, time: int) -> Any:
+    """Segment ids with padding where the mask says so; one document if there is only a mask.
+
+    **Raises:** as `make_rows` for the mask. Ids that do not fit are left for their own error.
+    """
+    if mask is None:
+        return segment_ids
+    mask = _check_mask(mask, batch, time)
+    if segment_ids is None:
+        return jnp.where(mask, 0, -1)
+    return _hide(segment_ids, mask) if getattr(segment_ids, "shape", None) == mask.shape else segment_ids
 
 
 def _hide(segment_ids, mask):

@@ -188,8 +188,8 @@ def test_importing_initialises_no_device_and_needs_no_test_package():
 import sys, gated_delta
 from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized()
-assert not {"gated_delta.checkpoints", "gated_delta.serving"} & set(sys.modules)
-import gated_delta.checkpoints, gated_delta.serving
+assert not {"gated_delta.checkpoints", "gated_delta.serving", "gated_delta.sharding"} & set(sys.modules)
+import gated_delta.checkpoints, gated_delta.serving, gated_delta.sharding
 others = {"hypothesis", "beartype", "pytest", "optax", "rich", "matplotlib", "safetensors"}
 print(sorted(others & set(sys.modules)))
 """

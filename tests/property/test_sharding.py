@@ -1,4 +1,5 @@
-"""Over a mesh of four devices, batch rows and heads apart, every result is the one of a single device."""
+"""Over a mesh of four devices, batch rows and heads apart, every result is the one of a single device, and no device
+sends anything to another."""
 
 import dataclasses
 import functools
@@ -9,26 +10,27 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import gated_delta
+from gated_delta import Chunked, Recurrent, gated_delta
+from gated_delta.sharding import PerDevice
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, quick_jit
 
-from .subjects import BACKENDS
+from .meshes import collectives
+from .meshes import make_mesh as make_any_mesh
+from .subjects import BACKENDS, INTERPRETED
 
 PROBLEM = RandomProblem(batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, state=True, seed=14)
 GATES = {
     "key": RandomGates("channel", erase="channel", write="channel", owner="key"),
     "value": RandomGates("head", erase="head", owner="value", tied=True),
     "none": RandomGates(),
+    "tile": RandomGates("tile", decay_tiles=2, erase="head", owner="key", tied=True),
 }
 ROWS_AND_HEADS = P("rows", None, "heads")
 SPECS = {"initial_state": P("rows", "heads"), "segment_ids": P("rows")}
 
 
 def mesh(kind):
-    devices = jax.devices("cpu")[:4]
-    if len(devices) < 4:
-        pytest.skip("needs four devices")
-    return jax.make_mesh((2, 2), ("rows", "heads"), axis_types=(kind,) * 2, devices=devices)
+    return make_any_mesh((2, 2), ("rows", "heads"), kind)
 
 
 def specs_of(arguments):
@@ -70,7 +72,16 @@ def placed(here, arguments, cotangents=None):
     return arguments, (put(cotangents[0], ROWS_AND_HEADS), put(cotangents[1], SPECS["initial_state"]))
 
 
-CASES = [("key", False), ("value", True), ("none", False)]
+def run_apart(function, *arguments):
+    """What the compiled program gives, if its devices have nothing to say to each other."""
+    compiled = quick_jit(function).lower(*arguments).compile()
+    assert not collectives(compiled)
+    return compiled(*arguments)
+
+
+CASES = [("key", False), ("value", True), ("none", False), pytest.param("tile", True, marks=pytest.mark.slow)]
+APART = [PerDevice(backend, "rows", "heads") for backend in (Chunked(16), INTERPRETED)]  # XLA takes no kernel apart
+JIT_BACKENDS = [Recurrent(), Chunked(16), *(pytest.param(backend, marks=pytest.mark.slow) for backend in APART)]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -89,17 +100,17 @@ def test_inside_shard_map_each_device_does_its_rows_and_heads(kind, backend, gat
     )
     with jax.set_mesh(here):
         arguments, cotangents = placed(here, problem.arguments(), problem.cotangents("float32", "float32"))
-        check(problem, quick_jit(local)(arguments, cotangents))
+        check(problem, run_apart(local, arguments, cotangents))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("backend", JIT_BACKENDS, ids=str)
 @pytest.mark.parametrize("gates, packed", CASES)
 def test_jit_takes_sharded_arrays(kind, backend, gates, packed):
     problem, here = problem_of(gates, packed), mesh(kind)
     with jax.set_mesh(here):
         arguments, cotangents = placed(here, problem.arguments(), problem.cotangents("float32", "float32"))
-        check(problem, quick_jit(functools.partial(forward_and_backward, backend))(arguments, cotangents))
+        check(problem, run_apart(functools.partial(forward_and_backward, backend), arguments, cotangents))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -156,3 +167,23 @@ def test_shapes_are_refused_over_a_mesh_too(kind):
         keys = jax.device_put(np.zeros((2, 21, 4, 4), np.float32), NamedSharding(here, ROWS_AND_HEADS))
         with pytest.raises(ValueError, match="multiple of key_heads, but v has 6 and k has 4"):
             gated_delta(**{**arguments, "q": keys, "k": keys})
+
+
+def test_a_backend_for_each_device_says_why_it_cannot_run():
+    arguments, here = problem_of("key").arguments(), mesh(AxisType.Auto)
+    with jax.set_mesh(here):
+        for backend, reason in (
+            (
+                PerDevice(rows="data", heads="heads"),
+                r"the mesh here are \('rows', 'heads'\), and 'data' is none of them",
+            ),
+            (PerDevice(rows=("rows", "heads"), heads=None), "batch is 2, and it needs a multiple of the 4 devices"),
+        ):
+            with pytest.raises(ValueError, match=reason):
+                gated_delta(**arguments, backend=backend)
+        inside = functools.partial(gated_delta, backend=PerDevice(None, "rows", None))
+        local = jax.shard_map(lambda a: inside(**a), in_specs=(P("rows"),), out_specs=P("rows"), axis_names={"rows"})
+        with pytest.raises(ValueError, match=r"inside of a `jax.shard_map` over 'rows' already"):
+            local(arguments)
+    with pytest.raises(ValueError, match=r"the axes of the mesh here are \(\), and 'data' is none of them"):
+        gated_delta(**arguments, backend=PerDevice())

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
+from gated_delta._explicit import manual_axes
 from gated_delta._gates import limit_log_decay
 from gated_delta._heads import LANES, Columns, each
 from gated_delta._raw_gates import Prologue
@@ -505,26 +506,8 @@ def zero_fixed(plan: Plan, refs: Operands):
 
 def like(shape, dtype, *arrays) -> jax.ShapeDtypeStruct:
     """An output's shape, varying over the manual mesh axes that any of `arrays` varies over."""
-    axes = frozenset().union(*(_manual_axes(x) for x in arrays if x is not None))
+    axes = frozenset().union(*(manual_axes(x) for x in arrays if x is not None))
     return jax.ShapeDtypeStruct(shape, dtype, manual_axis_type=ManualAxisType(varying=axes))
-
-
-def varying_alike(arrays):
-    """All arrays of a tree varying over the manual mesh axes that any of them varies over.
-
-    So their cotangents are, and what is summed over devices (those of parameters) is summed outside of any branch.
-    """
-    axes = frozenset().union(*(_manual_axes(x) for x in jax.tree.leaves(arrays)))
-
-    def vary(x):
-        missing = tuple(axes - _manual_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return jax.tree.map(vary, arrays)
-
-
-def _manual_axes(x) -> frozenset:
-    return jax.typeof(x).manual_axis_type.varying
 
 
 def by_rows(run, how, *arguments):

@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from gated_delta._backend import AbstractStepper, Problem, Result, StepResult
 from gated_delta._chunk_layout import ChunkLayout, lay_out
+from gated_delta._explicit import varying_alike
 from gated_delta._finite import contained
 from gated_delta._heads import LANES
 from gated_delta._tile import Arithmetic, promised_near
@@ -28,7 +29,6 @@ from ._layout import (
     lay_fixed,
     lay_vector,
     take_vector,
-    varying_alike,
     vector_form,
 )
 from ._tpu_backward import backward

@@ -47,20 +47,20 @@ class ReplayState(eqx.Module):
     - `base`: the state before the first record. Windows only read it, until the records are full.
     - `inputs`: projected queries, keys and values, `[*batch, capacity, channels]`, before the convolutions.
     - `gates`: final values; one per record.
-    - `fine`: whether the token of a record was finite.
+    - `fine`: whether the token of a record was finite, for each key head.
     - `count`: records that count; those behind are free.
     """
 
     base: MixerState
     inputs: Triple
     gates: Gates
-    fine: Bool[Array, "*batch capacity"]
+    fine: Bool[Array, "*batch capacity key_heads"]
     count: Int[Array, "*batch"]
 
     @property
     def capacity(self) -> int:
         """How many records there is room for."""
-        return self.fine.shape[-1]
+        return self.fine.shape[-2]
 
 
 class ReplayWindow(eqx.Module):
@@ -173,9 +173,9 @@ def begin_replay(mixer: GatedDeltaMixer, state: MixerState, *, capacity: int = 1
     window, weight = state.q_window, mixer.q_proj.weight
     dtype = (weight.dtype if window is None else window.dtype) if dtype is None else jnp.dtype(dtype)
     x = jax.ShapeDtypeStruct((*lead, capacity, mixer.config.model), dtype)
-    inputs, gates = eqx.filter_eval_shape(lambda x: (mixer._project(x)[1], mixer._gates(x)), x)
-    inputs, gates = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (inputs, gates))
-    return ReplayState(state, inputs, gates, jnp.ones((*lead, capacity), bool), jnp.zeros(lead, jnp.int32))
+    shapes = eqx.filter_eval_shape(lambda x: (mixer._project(x)[1:], mixer._gates(x)), x)
+    (inputs, fine), gates = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    return ReplayState(state, inputs, gates, ~fine, jnp.zeros(lead, jnp.int32))
 
 
 @no_type_check

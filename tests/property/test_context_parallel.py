@@ -1,0 +1,203 @@
+"""A sequence that is split over devices gives what it gives on one: outputs, states and every gradient."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from gated_delta import Chunked, Recurrent
+from gated_delta.sharding import ContextParallel, context_parallel_gated_delta
+from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, assert_close, expected, quick_jit
+
+from .meshes import SHAPES, make_mesh, place
+from .subjects import INTERPRETED
+
+GATES = {
+    "gdn": RandomGates("head", erase="head", owner="value", tied=True),
+    "kda": RandomGates("channel", erase="head", owner="value", tied=True),
+    "gdn2": RandomGates("channel", erase="channel", write="channel", owner="key"),
+    "sla": RandomGates("tile", decay_tiles=2, erase="head", owner="key", tied=True),
+}
+TOKENS = P("data", "context", "model")
+SPECS = {"initial_state": P("data", "model"), "segment_ids": P("data", "context")}
+OUTER = (TOKENS, SPECS["initial_state"])
+
+
+def padded(x, time):
+    """Along time, by zeros, or by padding's id."""
+    fill = -1 if jnp.issubdtype(x.dtype, jnp.integer) else 0
+    return jnp.pad(x, [(0, 0), (0, time - x.shape[1]), *[(0, 0)] * (x.ndim - 2)], constant_values=fill)
+
+
+def split_arguments(problem, devices):
+    """The arguments and cotangents of a problem whose time is a multiple of `devices`, by padding where it is not."""
+    arguments, (d_out, d_final) = problem.arguments(), problem.cotangents("float32", "float32")
+    time = -(-problem.time // devices) * devices
+    if time != problem.time and "segment_ids" not in arguments:
+        arguments["segment_ids"] = np.zeros((problem.batch, problem.time), np.int32)
+    state = {name: arguments.pop(name) for name in ("initial_state", "scale") if name in arguments}
+    arguments = jax.tree.map(lambda x: padded(jnp.asarray(x), time), arguments)
+    return arguments | state, (padded(jnp.asarray(d_out), time), jnp.asarray(d_final))
+
+
+def local(arguments, cotangents, **options):
+    """On each device: results and the gradient of every float array."""
+    ids = arguments.get("segment_ids")
+    floats = {name: x for name, x in arguments.items() if name != "segment_ids"}
+    call = functools.partial(context_parallel_gated_delta, axis_name="context", segment_ids=ids, **options)
+    out, pull = jax.vjp(lambda floats: call(**floats), floats)
+    return out, pull(cotangents)[0]
+
+
+@functools.cache
+def split_run(mesh, names, checks, options):
+    specs = {name: SPECS.get(name, TOKENS) for name in names}
+    run = jax.shard_map(
+        functools.partial(local, **dict(options)),
+        mesh=mesh,
+        in_specs=(specs, OUTER),
+        out_specs=(OUTER, {name: spec for name, spec in specs.items() if name != "segment_ids"}),
+        check_vma=checks,
+    )
+    return quick_jit(run)
+
+
+def results_over(mesh, problem, checks=True, **options):
+    """As the toolkit has them."""
+    arguments, cotangents = split_arguments(problem, mesh.shape["context"])
+    run = split_run(mesh, tuple(arguments), checks, tuple(options.items()))
+    (out, final_state), gradients = run(arguments, cotangents)
+    results = {"out": out, "final_state": final_state}
+    gates = gradients.pop("gates")
+    results |= {f"d_{name}": x for name, x in gradients.items()}
+    for name in ("log_decay", "erase", "write"):
+        if getattr(gates, name) is not None:
+            results[f"d_{name}"] = getattr(gates, name)
+    return {name: np.asarray(x) if "state" in name else np.asarray(x)[:, : problem.time] for name, x in results.items()}
+
+
+def check(mesh, problem, checks=True, **options):
+    assert_close(results_over(mesh, problem, checks, **options), expected(problem), problem)
+
+
+def problem_of(name, packed=False, **changes):
+    problem = RandomProblem(
+        time=21, key_heads=1, group=2, key_dim=4, value_dim=3, state=True, seed=11, gates=GATES[name]
+    )
+    # documents that begin and end at borders of shards of 3 and 6 tokens, within them, and over several of them
+    documents = ((3, 9, 1, -1, 7),) if packed else None
+    return dataclasses.replace(problem, documents=documents, **changes)
+
+
+def along_context(devices):
+    return make_mesh((1, 1, devices))
+
+
+@pytest.mark.parametrize("name, packed, devices", [("gdn", True, 8), ("gdn2", False, 4), ("kda", True, 2)])
+def test_a_split_sequence_gives_what_it_gives_on_one_device(name, packed, devices):
+    check(along_context(devices), problem_of(name, packed), backend=Chunked(16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_over_every_mesh_of_eight_devices(shape, name, packed):
+    documents = tuple(
+        (8 + row, -row, 13 - row) if row else (1, 20) for row in range(8)
+    )  # each row's documents are cut elsewhere
+    problem = problem_of(name, batch=8, key_heads=8, seed=sum(shape))
+    problem = dataclasses.replace(problem, documents=documents if packed else None)
+    check(make_mesh(shape), problem, backend=Chunked(16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", [None, Recurrent(), Chunked(32, "none"), INTERPRETED], ids=str)
+@pytest.mark.parametrize("exchange", ["ring", "steps"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_backend_and_exchange_runs_a_shard(backend, exchange, packed):
+    check(along_context(4), problem_of("gdn2", packed), backend=backend, exchange=exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [2, 3, 5, 7, 8])
+@pytest.mark.parametrize("exchange", ["ring", "steps"])
+def test_any_number_of_devices(devices, exchange):
+    check(along_context(devices), problem_of("gdn", packed=True), backend=Chunked(16), exchange=exchange)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("checks", [True, False])
+def test_kinds_of_axes_and_replication_checks(kind, checks):
+    mesh = make_mesh((2, 2, 2), kind=kind)
+    problem = problem_of("kda", batch=2, key_heads=2)
+    with jax.set_mesh(mesh):
+        arguments, cotangents = split_arguments(problem, 2)
+        specs = {name: jax.tree.map(lambda _: SPECS.get(name, TOKENS), x) for name, x in arguments.items()}  # noqa: B023
+        run = split_run(mesh, tuple(arguments), checks, (("backend", Chunked(16)),))
+        (out, final_state), _ = run(place(mesh, arguments, specs), place(mesh, cotangents, OUTER))
+    actual, wanted = {"out": np.asarray(out)[:, :21], "final_state": final_state}, expected(problem)
+    assert_close(actual, {name: wanted[name] for name in actual}, problem)
+    check(mesh, problem, checks, backend=Chunked(16))
+
+
+HARD = {
+    "keys": st.sampled_from([RandomKeys("independent"), RandomKeys("identical"), RandomKeys("correlated")]),
+    "log_decays": st.sampled_from(["zero", "mild", "strong", "full", "resets", "mixed"]),
+    "strengths": st.sampled_from(["uniform", "max", "mixed"]),
+}
+
+
+@st.composite
+def rows_of_documents(draw, batch, time):
+    """Runs of tokens of one document, and of padding (negative), that fill `time` in each row."""
+    rows = []
+    for _ in range(batch):
+        cuts = draw(st.lists(st.integers(1, time - 1), max_size=5, unique=True))
+        lengths = np.diff([0, *sorted(cuts), time])
+        is_padding = draw(st.lists(st.booleans(), min_size=len(lengths), max_size=len(lengths)))
+        rows.append(tuple(int(-n if pad else n) for n, pad in zip(lengths, is_padding, strict=True)))
+    return tuple(rows)
+
+
+@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
+@given(data=st.data())
+def test_any_lengths_documents_and_gates(devices, data):
+    """Real tokens, padding and documents lie anywhere: shards without a token, and documents over all of them."""
+    choices = {name: data.draw(strategy, label=name) for name, strategy in HARD.items()}
+    gates = dataclasses.replace(
+        GATES[data.draw(st.sampled_from(["gdn2"]), label="gates")],
+        log_decays=choices["log_decays"],
+        strengths=choices["strengths"],
+    )
+    documents = data.draw(rows_of_documents(2, 24), label="documents")
+    problem = dataclasses.replace(
+        problem_of("gdn2", batch=2, time=24, seed=data.draw(st.integers(0, 99), label="seed")),
+        gates=gates,
+        keys=choices["keys"],
+        documents=documents,
+    )
+    check(along_context(devices), problem, backend=Chunked(16))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+def test_bfloat16(name):
+    problem = problem_of(name, packed=True, dtype="bfloat16", key_dim=16, value_dim=16, time=21)
+    check(along_context(4), problem, backend=Chunked(16))
+
+
+def test_a_named_backend_says_why_it_cannot_run():
+    arguments = problem_of("gdn").arguments()
+    with pytest.raises(ValueError, match=r"no mesh axis 'context' here; it is for the inside of a `jax.shard_map`"):
+        context_parallel_gated_delta(**arguments, axis_name="context")
+    with pytest.raises(ValueError, match=r"exchange='tree'.* must be one of"):
+        ContextParallel("context", exchange="tree")

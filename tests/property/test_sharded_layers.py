@@ -1,0 +1,131 @@
+"""Layers over many devices: what they give on one, with nothing sent but what it takes."""
+
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from gated_delta import GDN, GDN2, KDA, SLA, Chunked
+from gated_delta.sharding import local_mixers, mixer_specs, state_specs
+from gated_delta.testing import quick_jit
+from gated_delta.testing.laws import draw_parameters
+
+from .meshes import SHAPES, assert_same, collectives, make_mesh, place
+
+MODEL, BATCH, TIME, HEADS = 12, 8, 24, 8
+CHUNKED = Chunked(16)
+MAKERS = {
+    "gdn": functools.partial(GDN, MODEL, key_heads=HEADS, value_heads=2 * HEADS, key_dim=4, value_dim=3),
+    "kda": functools.partial(KDA, MODEL, key_heads=HEADS, key_dim=4, value_dim=3),
+    "gdn2": functools.partial(GDN2, MODEL, key_heads=HEADS, key_dim=4, value_dim=3, conv_bias=True),
+    "sla": functools.partial(SLA, MODEL, group=2, key_heads=HEADS, key_dim=8, value_dim=3),
+}
+
+
+@functools.cache
+def make_mixer(name, backend=CHUNKED):
+    return draw_parameters(eqx.filter_eval_shape(MAKERS[name], backend=backend, key=jax.random.key(0)), len(name))
+
+
+def draw(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
+
+
+@functools.cache
+def inputs_of(name, packed):
+    """x, a state, segment ids or `None`, and cotangents."""
+    mixer = make_mixer(name)
+    leaves, structure = jax.tree.flatten(mixer.init_state(BATCH))
+    state, d_state = (
+        jax.tree.unflatten(structure, [draw(seed + i, *leaf.shape) for i, leaf in enumerate(leaves)])
+        for seed in (10, 20)
+    )
+    ids = None
+    if packed:  # rows whose documents are cut elsewhere, the last tokens of most are padding
+        time, row = np.arange(TIME), np.arange(BATCH)[:, None]
+        ids = jnp.asarray(np.where(time < TIME - row, (time >= 5 + row) + (time >= 9 + 2 * row), -1).astype(np.int32))
+    return draw(0, BATCH, TIME, MODEL), state, ids, (draw(1, BATCH, TIME, MODEL), d_state)
+
+
+def run(mixer, x, state, ids, cotangents, call=lambda mixer: mixer):
+    """Output and state, and gradients of parameters, x and state."""
+    results, pull = jax.vjp(lambda mixer, x, state: call(mixer)(x, state, segment_ids=ids), mixer, x, state)
+    return results, pull(cotangents)
+
+
+@functools.cache
+def on_one_device(name, packed):
+    return quick_jit(run)(make_mixer(name), *inputs_of(name, packed))
+
+
+def specs_of(mixer, mesh, packed):
+    """Of what `run` takes, and of what it gives."""
+    parameters, tokens = mixer_specs(mixer, mesh), P("data", "context" if "context" in mesh.axis_names else None)
+    state = state_specs(eqx.filter_eval_shape(mixer.init_state, BATCH), mesh)
+    given = (parameters, tokens, state, tokens if packed else None, (tokens, state))
+    return given, ((tokens, state), (parameters, tokens, state))
+
+
+def by_hand(mesh, name, packed, exchange=None, checks=True):
+    """Everything split in a `jax.shard_map`: rows, heads and tokens."""
+    mixer = make_mixer(name)
+    given, results = specs_of(mixer, mesh, packed)
+    call = functools.partial(local_mixers, heads="model", context="context", exchange=exchange)
+    local = functools.partial(run, call=call)
+    return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=results, check_vma=checks)
+
+
+@pytest.mark.parametrize("shape, name, packed", [((1, 2, 4), "gdn", True)])
+def test_a_layer_taken_apart_gives_what_it_gives_on_one_device(shape, name, packed):
+    mesh = make_mesh(shape)
+    actual = quick_jit(by_hand(mesh, name, packed))(make_mixer(name), *inputs_of(name, packed))
+    assert_same(actual, on_one_device(name, packed))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_over_every_mesh_of_eight_devices(shape, name, packed):
+    test_a_layer_taken_apart_gives_what_it_gives_on_one_device(shape, name, packed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("shape", [(2, 2, 2), (1, 1, 8)], ids=str)
+@pytest.mark.parametrize("exchange", ["ring", "steps"])
+def test_both_ways_of_exchange(shape, name, packed, exchange):
+    mesh = make_mesh(shape)
+    actual = quick_jit(by_hand(mesh, name, packed, exchange))(make_mixer(name), *inputs_of(name, packed))
+    assert_same(actual, on_one_device(name, packed))
+
+
+def under_jit(mesh, mixer, name, packed):
+    given, _ = specs_of(mixer, mesh, packed)
+    arguments = (mixer, *inputs_of(name, packed))
+    return [place(mesh, x, jax.tree.map(lambda _, spec: spec, x, spec)) for x, spec in zip(arguments, given)]
+
+
+KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "name, packed",
+    [("gdn", True), *(pytest.param(n, p, marks=pytest.mark.slow) for n in MAKERS for p in (False, True))],
+)
+def test_under_jit_only_the_projections_sum_over_devices(kind, name, packed):
+    mesh = make_mesh((2, 4), ("data", "model"), kind)
+    with jax.set_mesh(mesh):
+        arguments = under_jit(mesh, make_mixer(name), name, packed)
+        compiled = quick_jit(run).lower(*arguments).compile()
+        assert_same(compiled(*arguments), on_one_device(name, packed))
+        forward = quick_jit(lambda mixer, x, state, ids: mixer(x, state, segment_ids=ids))
+        found = collectives(forward.lower(*arguments[:4]).compile())
+    assert [(c.kind, c.shapes) for c in found] == [("all-reduce", ((BATCH // 2, TIME, MODEL),))]
