@@ -237,14 +237,21 @@ class HybridStack(eqx.Module):
 
         **Arguments:** as for `GatedDeltaMixer` and `SoftmaxAttention`, with the state of the whole stack.
 
-        **Returns:** `(out, state)`: out in the shape and dtype of `x`, and the state after the last real token.
+        **Returns:** `(out, state)`: out in the shape and dtype of `x`, 0 at padding, and the state after the last real
+        token.
 
         **Raises:** `TypeError` and `ValueError` for arguments that do not fit.
         """
         del key
         x = as_float_array("x", x)
         lead = x.ndim - 2
+        if lead not in (0, 1) or x.shape[-1] != self.config.model:
+            raise ValueError(
+                f"`x` must be [time, model] or [batch, time, model] with model = {self.config.model}, but its shape is "
+                f"{x.shape}."
+            )
         self._check_state(state)
+        x = _without_padding(x, mask, segment_ids)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
         def one_repeat(x, layers):
@@ -336,6 +343,15 @@ class HybridStack(eqx.Module):
                 f"`state` must be a tuple of the states of {len(self.blocks)} mixers, as `stack.init_state` makes it, "
                 f"but a {type(state).__name__} came."
             )
+
+
+def _without_padding(x, mask, segment_ids):
+    """Zeros at padding, which pass through every block, whatever stood there. The mixers check the two."""
+    for values in (mask, segment_ids):
+        if isinstance(values, (jax.Array, np.ndarray)) and values.shape == x.shape[:-1]:
+            real = values if values.dtype == bool else values >= 0
+            x = jnp.where(real[..., None], x, jnp.zeros_like(x))
+    return x
 
 
 def _slice(block: HybridBlock, index: int) -> HybridBlock:

@@ -178,13 +178,14 @@ def _backward(rules: _Rules, scale, q, k, v, where: _Where, out, log_sum_exp, co
             d_k, d_v = (layout.add(total, part, index) for total, part in zip((d_k, d_v), parts[1:], strict=True))
             return d_q + parts[0], d_k, d_v
 
-        d_q = (0 * q).astype(dtype) + carry[0][..., :1, :1] * 0
+        d_q = (0 * q).astype(dtype) + nothing
         d_q, *carry = layout.over_keys(block, one_tile, (d_q, *carry))
         return tuple(carry), d_q
 
     rows = (layout.cut(x, rules.queries) for x in (q, d_out, log_sum_exp[..., None], less[..., None]))
-    zero = 0 * (q[:, :1, :1, :1].astype(dtype) + d_out[:, :1, :1, :1].astype(dtype))
-    totals = tuple((0 * layout.heads_first(x)).astype(dtype) + zero for x in (k, v))
+    # Made from the inputs, so that it varies over a mesh as they do: [batch, heads, 1, 1].
+    nothing = sum((0 * jnp.swapaxes(x[:, :1, : k.shape[2], :1], 1, 2)).astype(dtype) for x in (q, k, v, d_out))
+    totals = tuple((0 * layout.heads_first(x)).astype(dtype) + nothing for x in (k, v))
     (d_k, d_v), d_q = layout.over_queries(one_block, totals, (layout.blocks(), *rows))
     d_q = layout.joined(d_q)
     d_scale = None if isinstance(scale, float) else jnp.sum(q.astype(dtype) * d_q)

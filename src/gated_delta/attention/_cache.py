@@ -212,7 +212,7 @@ def check_lengths(lengths: Any, rows: int, time: int | None) -> Int[Array, " row
 
     **Raises:** `TypeError` and `ValueError` for anything else.
     """
-    if lengths is None:
+    if lengths is None and time is not None:
         return jnp.full((rows,), time, jnp.int32)
     if not isinstance(lengths, (jax.Array, np.ndarray)) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         came = getattr(lengths, "dtype", type(lengths).__name__)

@@ -29,15 +29,15 @@ class DenseAttention(AbstractAttentionBackend):
         top = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
         top = jnp.where(top == -jnp.inf, jnp.zeros_like(top), top)  # -inf less -inf is NaN
         weights = jnp.exp(scores - top)
-        if visible is not None:  # a row that overflowed is NaN
-            weights = jnp.where(visible, weights, jnp.zeros_like(weights))
         total = jnp.sum(weights, axis=-1, keepdims=True)
-        empty = total == 0
-        total = jnp.where(empty, jnp.ones_like(total), total)
-        out = jnp.einsum("bkgts,bskd->btkgd", weights / total, v, precision=problem.precision)
-        log_sum_exp = jnp.where(empty, -jnp.inf, top + jnp.log(total))[..., 0]
-        log_sum_exp = jnp.moveaxis(log_sum_exp, 3, 1).reshape(batch, time, heads)
-        return out.reshape(batch, time, heads, v.shape[3]), log_sum_exp
+        empty, lost = total == 0, ~jnp.isfinite(total)  # a row that overflowed is NaN, and multiplies no other
+        total = jnp.where(empty | lost, jnp.ones_like(total), total)
+        weights = jnp.where(lost, jnp.zeros_like(weights), weights) / total
+        out = jnp.einsum("bkgts,bskd->btkgd", weights, v, precision=problem.precision)
+        log_sum_exp = jnp.where(empty, -jnp.inf, top + jnp.log(total))
+        lost, log_sum_exp = (jnp.moveaxis(x[..., 0], 3, 1) for x in (lost, jnp.where(lost, jnp.nan, log_sum_exp)))
+        out = jnp.where(lost[..., None], jnp.nan, out)
+        return out.reshape(batch, time, heads, v.shape[3]), log_sum_exp.reshape(batch, time, heads)
 
 
 def _visible(problem: AttentionProblem):

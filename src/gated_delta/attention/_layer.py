@@ -113,7 +113,8 @@ class SoftmaxAttention(eqx.Module):
         self._check_state(state, x.shape[:-2])
         single = x.ndim == 2
         if single:
-            x, mask, segment_ids, state = (_add_axis(a) for a in (x, mask, segment_ids, state))
+            x, state = _add_axis(x), _add_axis(state)
+            mask, segment_ids = _add_row("mask", mask), _add_row("segment_ids", segment_ids)
         rows = None
         if mask is not None or segment_ids is not None:
             rows = make_rows(mask, segment_ids, None, *x.shape[:2])
@@ -300,6 +301,14 @@ def _make_norm(config: AttentionConfig, heads: int) -> RMSNorm | None:
     dim = config.sizes[2] * (heads if config.qk_norm == "all" else 1)
     weight = jnp.zeros((dim,)) if config.norm_one_plus else jnp.ones((dim,))
     return RMSNorm(weight, config.norm_eps, one_plus=config.norm_one_plus)
+
+
+def _add_row(name: str, x: Any) -> Any:
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        return x
+    if x.ndim != 1:
+        raise ValueError(f"`{name}` must be [time] where `x` is [time, model], but its shape is {x.shape}.")
+    return x[None]
 
 
 def _add_axis(tree):
