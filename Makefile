@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall hybrid generate test test-thorough test-slow test-smoke test-aot lint types docs dist bench bench-peers bench-step tpu-schedule conformance-peers hooks clean
+.PHONY: help demo recall hybrid generate test test-thorough test-slow test-distributed test-smoke test-aot lint types docs dist bench bench-peers bench-step tpu-schedule conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -47,6 +47,10 @@ test-thorough: ## run them with 500 examples for each law (hours)
 test-slow: ## run only the tests marked slow
 	$(install) test
 	@$(pytest) -m slow $(ARGS)
+
+test-distributed: ## two processes on this machine: every mesh, killed, hung, resumed (15 minutes on 2 cores)
+	$(install) test distributed
+	@JAX_PLATFORMS=cpu $(python) -m pytest -m slow tests/test_train_distributed.py $(ARGS)
 
 test-smoke: ## run the smoke set three times: plain, in x64, and with JAX's own checks on
 	$(install) test
