@@ -32,7 +32,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from gated_delta.serving import StatePool
+from gated_delta.serving import StatePool, pooled_step
 
 ROWS = 4  # prompts read at once
 PIECE = 32  # bytes of each
@@ -41,47 +41,20 @@ TOLERANCE = 1e-4  # between logits, as the demo's between its parallel and its s
 NOBODY = -1
 SHOWN = 40  # the one tick whose table is printed where there is no terminal
 
-# --------------------------------------------------------------------------------------------- several bytes at a time
+# ------------------------------------------------------------------------------------------------- the model of a pool
 
 
-def attend(attention: demo.Attention, x, state, mask):
-    """The demo's attention over the next bytes of one request: [piece, width], the ring of the last bytes before.
-
-    `mask` is true at the bytes that are there, which come first.
-    """
-    keys, values, count = state
-    context = attention.context
-    q, k, v = jnp.moveaxis(jax.vmap(attention.qkv)(x).reshape(len(x), 3, attention.heads, -1), 1, 0)
-    held = count - 1 - (count - 1 - jnp.arange(context)) % context  # the position of every entry; negative: none yet
-    new = count + jnp.arange(len(x))
-    positions = jnp.concatenate([held, new])
-    real = jnp.concatenate([held >= 0, mask])
-    distance = new[:, None] - positions
-    visible = real & (distance >= 0) & (distance < context)
-    out = jax.nn.dot_product_attention(q, jnp.concatenate([keys, k]), jnp.concatenate([values, v]), mask=visible[None])
-    place = jnp.where(mask, new % context, context)  # beyond the end: not written
-    keys, values = (ring.at[place].set(a, mode="drop") for ring, a in ((keys, k), (values, v)))
-    return jax.vmap(attention.out)(out.reshape(x.shape)), (keys, values, count + jnp.sum(mask))
-
-
-def extend(model: demo.LanguageModel, tokens, states, mask):
-    """The next bytes of several requests, [rows, piece]: the logits after the last of each, and the new states."""
-
-    def each(function):
-        return jax.vmap(jax.vmap(function))
-
-    x, new = each(model.embedding)(tokens), []
-    for block, state in zip(model.blocks, states, strict=True):
-        normed = each(block.mixer_norm)(x)
-        if isinstance(block.mixer, demo.Attention):
-            out, state = jax.vmap(attend, in_axes=(None, 0, 0, 0))(block.mixer, normed, state, mask)
-        else:
-            out, state = block.mixer(normed, state, mask=mask)
-        x = x + out
-        x = x + each(lambda row, block=block: block.mlp(block.mlp_norm(row)))(x)
-        new.append(state)
+def extend(model: demo.LanguageModel, tokens, state, mask):
+    """The next bytes of several requests, [rows, piece]: the logits after the last of each, and the new state."""
+    x, state = model.stack(jax.vmap(jax.vmap(model.embedding))(tokens), state, mask=mask)
     last = x[jnp.arange(len(x)), jnp.maximum(jnp.sum(mask, axis=1) - 1, 0)]
-    return jax.vmap(lambda row: model.head(model.norm(row)))(last), new
+    return jax.vmap(model.predict)(last), state
+
+
+def advance(model: demo.LanguageModel, tokens, pool: StatePool, slots):
+    """One byte of several requests, [rows], whose states stay in their slots: the logits after it, and the pool."""
+    x, states = pooled_step(model.stack, jax.vmap(model.embedding)(tokens), pool.states, slots)
+    return jax.vmap(model.predict)(x), eqx.tree_at(lambda pool: pool.states, pool, states)
 
 
 def choose(logits, seeds, written):
@@ -138,13 +111,13 @@ class Server:
         def read(pool, arrays, slots, fresh, tokens, counts, seeds):
             self.traces += 1
             mask = jnp.arange(PIECE) < counts[:, None]
-            logits, states = extend(eqx.combine(arrays, static), tokens, pool.gather(slots, fresh), mask)
-            return choose(logits, seeds, jnp.zeros_like(seeds)), logits, pool.scatter(slots, states)
+            logits, state = extend(eqx.combine(arrays, static), tokens, pool.gather(slots, fresh), mask)
+            return choose(logits, seeds, jnp.zeros_like(seeds)), logits, pool.scatter(slots, state)
 
         def write(pool, arrays, slots, tokens, seeds, written):
             self.traces += 1
-            logits, states = jax.vmap(eqx.combine(arrays, static).step)(tokens, pool.gather(slots))
-            return choose(logits, seeds, written), logits, pool.scatter(slots, states)
+            logits, pool = advance(eqx.combine(arrays, static), tokens, pool, slots)
+            return choose(logits, seeds, written), logits, pool
 
         self._read, self._write = jax.jit(read, donate_argnums=0), jax.jit(write, donate_argnums=0)
         self._read_piece([])  # compiles; rows of nobody touch nothing

@@ -1,4 +1,5 @@
-"""A whole hybrid language model from a published checkpoint: gated-delta layers by `load_mixer`, the rest written here.
+"""A whole hybrid language model from a published checkpoint: gated-delta layers by `load_mixer`, softmax attention by
+`SoftmaxAttention`, the rest written here.
 
     python examples/hybrid_from_checkpoint.py                                    # the tiny checkpoints of tests/goldens
     python examples/hybrid_from_checkpoint.py FOLDER --prompt 5 17 3 --tokens 20  # continue tokens of your own
@@ -27,7 +28,7 @@ from jaxtyping import Array
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from gated_delta import GatedDeltaMixer, MixerState
+from gated_delta import AttentionConfig, GatedDeltaMixer, KVCache, MixerState, SoftmaxAttention
 from gated_delta.checkpoints import load_mixer
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[1] / "tests" / "goldens"
@@ -40,18 +41,6 @@ TOLERANCE = 1e-4  # of the largest logit, in float32: transformers' own float32 
 def linear(x: Array, weight: Array) -> Array:
     """`weight` is [outputs, inputs], as in the files."""
     return x @ weight.T
-
-
-def attend(q: Array, k: Array, v: Array, visible: Array) -> Array:
-    """Softmax attention, in float32 or wider. Each head of k and v serves an equal group of q's.
-
-    `q` is [batch, time, heads, dim], `k` and `v` [batch, capacity, kv_heads, dim], `visible` [batch, time, capacity].
-    """
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    q = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[-1]) * q.shape[-1] ** -0.5
-    scores = jnp.einsum("btkgd,bskd->bkgts", q, k, preferred_element_type=wide)
-    weights = jax.nn.softmax(jnp.where(visible[:, None, None], scores, jnp.finfo(wide).min), axis=-1)
-    return jnp.einsum("bkgts,bskd->btkgd", weights.astype(v.dtype), v)
 
 
 class RMSNorm(eqx.Module):
@@ -76,69 +65,6 @@ class SwiGLU(eqx.Module):
         return linear(jax.nn.silu(linear(x, self.gate)) * linear(x, self.up), self.down)
 
 
-class Cache(eqx.Module):
-    """What attention remembers: keys and values of every position so far, and which of them are no padding."""
-
-    keys: Array  # [batch, capacity, kv_heads, dim]
-    values: Array
-    real: Array  # [batch, capacity]
-    count: Array  # positions filled, padding included
-
-
-class Attention(eqx.Module):
-    """Causal softmax attention with rotary positions and normalised queries and keys; Qwen's has an output gate.
-
-    Every head of q_proj's rows is a query and, with a gate, the gate behind it.
-    """
-
-    q: Array
-    k: Array
-    v: Array
-    out: Array
-    q_norm: RMSNorm
-    k_norm: RMSNorm
-    dim: int = eqx.field(static=True)
-    gated: bool = eqx.field(static=True)
-    norm_per_head: bool = eqx.field(static=True)  # else over all heads at once
-    rotary: tuple[int, float] = eqx.field(static=True)  # how many channels turn, and the base; 0 for none
-
-    def init_state(self, batch: int, capacity: int, dtype) -> Cache:
-        cache = jnp.zeros((batch, capacity, self.k.shape[0] // self.dim, self.dim), dtype)
-        return Cache(cache, cache, jnp.zeros((batch, capacity), bool), jnp.array(0))
-
-    def __call__(self, x: Array, cache: Cache, mask: Array) -> tuple[Array, Cache]:
-        batch, time, _ = x.shape
-        q, gate = linear(x, self.q), None
-        if self.gated:
-            q, gate = jnp.split(q.reshape(batch, time, -1, 2 * self.dim), 2, axis=-1)
-            q, gate = q.reshape(batch, time, -1), gate.reshape(batch, time, -1)
-        q, k = self.normalise(q, self.q_norm), self.normalise(linear(x, self.k), self.k_norm)
-        v = linear(x, self.v).reshape(batch, time, -1, self.dim)
-        positions = cache.count + jnp.arange(time)
-        q, k = self.rotate(q, positions), self.rotate(k, positions)
-
-        def put(old, new):
-            return jax.lax.dynamic_update_slice_in_dim(old, new.astype(old.dtype), cache.count, axis=1)
-
-        cache = Cache(put(cache.keys, k), put(cache.values, v), put(cache.real, mask), cache.count + time)
-        visible = jnp.arange(cache.real.shape[1]) <= positions[:, None]  # [time, capacity]
-        out = attend(q, cache.keys, cache.values, visible & cache.real[:, None]).reshape(batch, time, -1)
-        return linear(out if gate is None else out * jax.nn.sigmoid(gate), self.out), cache
-
-    def normalise(self, x: Array, norm: RMSNorm) -> Array:
-        heads = (*x.shape[:2], -1, self.dim)
-        return norm(x.reshape(heads)) if self.norm_per_head else norm(x).reshape(heads)
-
-    def rotate(self, x: Array, positions: Array) -> Array:
-        """Turns pairs of the first channels, a half apart, by angles that grow with the position."""
-        turning, base = self.rotary
-        rates = 1 / base ** (np.arange(0, turning, 2, dtype=np.float32) / turning)  # float32 in the models' code too
-        angles = positions[:, None, None] * rates.astype(jnp.promote_types(x.dtype, jnp.float32))
-        a, b, rest = jnp.split(x, [turning // 2, turning], axis=-1)
-        cos, sin = jnp.cos(angles).astype(x.dtype), jnp.sin(angles).astype(x.dtype)
-        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
-
-
 # --------------------------------------------------------------------------------------------- the layer and the model
 
 
@@ -146,16 +72,14 @@ class Block(eqx.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)). OLMo's attention layers have the norms behind: x + norm(mixer(x))."""
 
     mixer_norm: RMSNorm
-    mixer: GatedDeltaMixer | Attention
+    mixer: GatedDeltaMixer | SoftmaxAttention
     mlp_norm: RMSNorm
     mlp: SwiGLU
     norm_behind: bool = eqx.field(static=True)
 
-    def __call__(self, x: Array, state: Any, mask: Array) -> tuple[Array, MixerState | Cache]:
+    def __call__(self, x: Array, state: Any, mask: Array) -> tuple[Array, MixerState | KVCache]:
         def mix(x):
-            if isinstance(self.mixer, Attention):
-                return self.mixer(x, state, mask)
-            if x.shape[1] == 1:  # decoding: one pass over the state
+            if x.shape[1] == 1:  # decoding
                 out, new = self.mixer.step(x[:, 0], state)
                 return out[:, None], new
             return self.mixer(x, state, mask=mask)
@@ -171,12 +95,12 @@ class Model(eqx.Module):
     norm: RMSNorm
     head: Array
 
-    def init_state(self, batch: int, capacity: int) -> list[MixerState | Cache]:
+    def init_state(self, batch: int, capacity: int) -> list[MixerState | KVCache]:
         """Gated-delta states do not grow; `capacity` is for attention."""
         mixers, dtype = [block.mixer for block in self.blocks], self.embed.dtype
         return [
-            mixer.init_state(batch, capacity, dtype)
-            if isinstance(mixer, Attention)
+            mixer.init_state(batch, capacity=capacity, dtype=dtype)
+            if isinstance(mixer, SoftmaxAttention)
             else mixer.init_state(batch, dtype=dtype)
             for mixer in mixers
         ]
@@ -255,18 +179,29 @@ def load(folder: pathlib.Path) -> Model:
     def attention(prefix):
         if family.latent_attention:
             raise SystemExit("error: Kimi's latent attention is not part of this example")
-        dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        dim = config.get("head_dim") or hidden // heads
         rope = config.get("rope_parameters") or config  # older configs have its entries at the top
-        turning = int(dim * rope.get("partial_rotary_factor", 1.0)) if rope.get("rope_theta") else 0
-        return Attention(
-            *(tensors(prefix, f"{part}_proj") for part in "qkvo"),
-            q_norm=norm(prefix, "q_norm"),
-            k_norm=norm(prefix, "k_norm"),
-            dim=dim,
-            gated=family.gated,
-            norm_per_head=family.norm_per_head,
-            rotary=(turning, rope.get("rope_theta") or 1.0),
+        record = AttentionConfig(
+            hidden,
+            query_heads=heads,
+            kv_heads=config["num_key_value_heads"],
+            key_dim=dim,
+            rotary=rope.get("partial_rotary_factor", 1.0) if rope.get("rope_theta") else 0.0,
+            rotary_base=rope.get("rope_theta") or 1.0,
+            qk_norm="head" if family.norm_per_head else "all",
+            norm_one_plus=family.one_plus,
+            norm_eps=config["rms_norm_eps"],
+            output_gate="sigmoid" if family.gated else None,
         )
+        parts = {part: tensors(prefix, part) for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+        if family.gated:  # every head's queries, and its gates behind them
+            both = parts["q_proj"].reshape(heads, 2, dim, hidden)
+            parts["q_proj"], gate = (both[:, i].reshape(-1, hidden) for i in (0, 1))
+        mixer = SoftmaxAttention(record, key=jax.random.key(0))
+        for name, weight in parts.items():
+            mixer = eqx.tree_at(lambda m, name=name: getattr(m, name).weight, mixer, weight)
+        return eqx.tree_at(lambda m: m.out_gate.project.weight, mixer, gate) if family.gated else mixer
 
     def block(layer):
         prefix = f"{stem}layers.{layer}."

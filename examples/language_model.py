@@ -1,4 +1,5 @@
-"""Train a small byte-level language model on real text, with a mixer of the gated-delta family in three blocks of four.
+"""Train a small byte-level language model on real text: in three blocks of four a mixer of the gated-delta family, in
+the fourth softmax attention.
 
     python examples/language_model.py              # gdn on Python's own help topics, about 4 minutes on 2 cores
     python examples/language_model.py --mixer kda --text book.txt
@@ -33,7 +34,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from gated_delta import GDN, GDN2, KDA, GatedDeltaMixer, SystolicLinearAttention, weight_decay_mask
+from gated_delta import (
+    GDN,
+    GDN2,
+    KDA,
+    AttentionConfig,
+    HybridConfig,
+    HybridStack,
+    SystolicLinearAttention,
+    weight_decay_mask,
+)
 
 BITS = 1 / math.log(2)  # one nat in bits
 BYTES = 256  # the vocabulary
@@ -77,118 +87,50 @@ def make_mixer(name: str, width: int, key):
     return constructor(width, key_heads=width // 32, key_dim=32, value_dim=32, key=key)
 
 
-class Attention(eqx.Module):
-    """Softmax attention to the last `context` bytes.
-
-    It has no position encoding, because the recurrent blocks under it know the order. So the cache for `step` is a
-    ring that overwrites its oldest entry: attention does not mind in which order it meets the keys.
-    """
-
-    qkv: eqx.nn.Linear
-    out: eqx.nn.Linear
-    heads: int = eqx.field(static=True)
-    context: int = eqx.field(static=True)
-
-    def __init__(self, width: int, heads: int, context: int, *, key):
-        qkv_key, out_key = jax.random.split(key)
-        self.qkv = eqx.nn.Linear(width, 3 * width, use_bias=False, key=qkv_key)
-        self.out = eqx.nn.Linear(width, width, use_bias=False, key=out_key)
-        self.heads = heads
-        self.context = context
-
-    def __call__(self, x):  # [time, width]
-        q, k, v = jnp.moveaxis(jax.vmap(self.qkv)(x).reshape(len(x), 3, self.heads, -1), 1, 0)  # [time, heads, dim]
-        out = jax.nn.dot_product_attention(q, k, v, is_causal=True, local_window_size=(self.context - 1, 0))
-        return jax.vmap(self.out)(out.reshape(x.shape)), None
-
-    def init_state(self):
-        cache = jnp.zeros((self.context, self.heads, self.out.weight.shape[1] // self.heads))
-        return cache, cache, jnp.array(0)
-
-    def step(self, x, state):  # [width]
-        keys, values, count = state
-        q, k, v = self.qkv(x).reshape(3, self.heads, -1)
-        keys = keys.at[count % self.context].set(k)
-        values = values.at[count % self.context].set(v)
-        filled = jnp.arange(self.context) <= count
-        out = jax.nn.dot_product_attention(q[None], keys, values, mask=filled[None, None])
-        return self.out(out.reshape(x.shape)), (keys, values, count + 1)
-
-
-class SwiGLU(eqx.Module):
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
-
-    def __init__(self, width: int, hidden: int, *, key):
-        up_key, down_key = jax.random.split(key)
-        self.up = eqx.nn.Linear(width, 2 * hidden, use_bias=False, key=up_key)
-        self.down = eqx.nn.Linear(hidden, width, use_bias=False, key=down_key)
-
-    def __call__(self, x):  # [width]
-        gate, value = jnp.split(self.up(x), 2)
-        return self.down(jax.nn.silu(gate) * value)
-
-
-class Block(eqx.Module):
-    """Pre-norm: x + mixer(norm(x)), then x + swiglu(norm(x))."""
-
-    mixer_norm: eqx.nn.RMSNorm
-    mixer: GatedDeltaMixer | Attention
-    mlp_norm: eqx.nn.RMSNorm
-    mlp: SwiGLU
-
-    def __call__(self, x):  # [time, width]
-        out, _ = self.mixer(jax.vmap(self.mixer_norm)(x))
-        x = x + out
-        return x + jax.vmap(lambda row: self.mlp(self.mlp_norm(row)))(x)
-
-    def step(self, x, state):  # [width]
-        out, state = self.mixer.step(self.mixer_norm(x), state)
-        x = x + out
-        return x + self.mlp(self.mlp_norm(x)), state
+def make_stack(settings: Settings, key) -> HybridStack:
+    """Softmax attention, to the last `length` bytes, in every fourth block. It has no position encoding, because the
+    recurrent blocks under it know the order."""
+    width, blocks = settings.width, settings.blocks
+    pattern, repeats = ("dddA", blocks // 4) if blocks % 4 == 0 else (("dddA" * blocks)[:blocks], 1)
+    attention = AttentionConfig(width, query_heads=width // 32, window=settings.length)
+    config = HybridConfig(
+        pattern,
+        hidden=2 * width,
+        repeats=repeats,
+        delta=make_mixer(settings.mixer, width, key).config,
+        attention=attention if "A" in pattern else None,
+    )
+    return HybridStack(config, key=key)
 
 
 class LanguageModel(eqx.Module):
-    """Bytes to logits of the next byte: `model(bytes)` for a whole window, `model.step(byte, states)` one at a time."""
+    """Bytes to logits of the next byte: `model(bytes)` for a whole window, `model.step(byte, state)` one at a time."""
 
     embedding: eqx.nn.Embedding
-    blocks: list[Block]
+    stack: HybridStack
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
 
     def __init__(self, settings: Settings, *, key):
-        width = settings.width
-        embedding_key, head_key, *block_keys = jax.random.split(key, 2 + settings.blocks)
-        self.embedding = eqx.nn.Embedding(BYTES, width, key=embedding_key)
-        self.blocks = []
-        for index, block_key in enumerate(block_keys):
-            mixer_key, mlp_key = jax.random.split(block_key)
-            if index % 4 == 3:
-                mixer = Attention(width, width // 32, settings.length, key=mixer_key)
-            else:
-                mixer = make_mixer(settings.mixer, width, mixer_key)
-            mlp = SwiGLU(width, 2 * width, key=mlp_key)
-            self.blocks.append(
-                Block(eqx.nn.RMSNorm(width, use_bias=False), mixer, eqx.nn.RMSNorm(width, use_bias=False), mlp)
-            )
-        self.norm = eqx.nn.RMSNorm(width, use_bias=False)
-        self.head = eqx.nn.Linear(width, BYTES, use_bias=False, key=head_key)
+        embedding_key, stack_key, head_key = jax.random.split(key, 3)
+        self.embedding = eqx.nn.Embedding(BYTES, settings.width, key=embedding_key)
+        self.stack = make_stack(settings, stack_key)
+        self.norm = eqx.nn.RMSNorm(settings.width, use_bias=False)
+        self.head = eqx.nn.Linear(settings.width, BYTES, use_bias=False, key=head_key)
 
     def __call__(self, tokens):  # [time] -> [time, 256]
-        x = jax.vmap(self.embedding)(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return jax.vmap(lambda row: self.head(self.norm(row)))(x)
+        x, _ = self.stack(jax.vmap(self.embedding)(tokens))
+        return jax.vmap(self.predict)(x)
+
+    def predict(self, x):  # [width] -> [256]
+        return self.head(self.norm(x))
 
     def init_state(self):
-        return [block.mixer.init_state() for block in self.blocks]
+        return self.stack.init_state()
 
-    def step(self, token, states):  # [] -> [256]
-        x = self.embedding(token)
-        states = list(states)
-        for index, block in enumerate(self.blocks):
-            x, states[index] = block.step(x, states[index])
-        return self.head(self.norm(x)), states
+    def step(self, token, state):  # [] -> [256]
+        x, state = self.stack.step(self.embedding(token), state)
+        return self.predict(x), state
 
 
 # ---------------------------------------------------------------------------------------------------------------- text
@@ -419,25 +361,25 @@ def train(settings: Settings, folder: pathlib.Path, resume: bool, training, vali
 
 
 @eqx.filter_jit
-def run_steps(model: LanguageModel, tokens, states):
-    """The recurrent path over known bytes: [time] -> logits [time, 256], and the states after them."""
+def run_steps(model: LanguageModel, tokens, state):
+    """The recurrent path over known bytes: [time] -> logits [time, 256], and the state after them."""
 
-    def body(states, token):
-        logits, states = model.step(token, states)
-        return states, logits
+    def body(state, token):
+        logits, state = model.step(token, state)
+        return state, logits
 
-    states, logits = jax.lax.scan(body, states, tokens)
-    return logits, states
+    state, logits = jax.lax.scan(body, state, tokens)
+    return logits, state
 
 
 @eqx.filter_jit
-def write_bytes(model: LanguageModel, logits, states, key, length: int, temperature: float):
+def write_bytes(model: LanguageModel, logits, state, key, length: int, temperature: float):
     def body(carry, key):
-        logits, states = carry
+        logits, state = carry
         token = jax.random.categorical(key, logits / temperature)
-        return model.step(token, states), token
+        return model.step(token, state), token
 
-    _, tokens = jax.lax.scan(body, (logits, states), jax.random.split(key, length))
+    _, tokens = jax.lax.scan(body, (logits, state), jax.random.split(key, length))
     return tokens
 
 
@@ -496,8 +438,8 @@ def report(model, curve: dict, settings: Settings, folder: pathlib.Path, trainin
     draw_curve(folder / "curve.png", settings, curve, baselines)
 
     prompt = validation[: settings.length // 2]
-    logits, states = run_steps(model, jnp.asarray(prompt, jnp.int32), model.init_state())
-    written = write_bytes(model, logits[-1], states, jax.random.key(settings.seed), 600, 0.7)
+    logits, state = run_steps(model, jnp.asarray(prompt, jnp.int32), model.init_state())
+    written = write_bytes(model, logits[-1], state, jax.random.key(settings.seed), 600, 0.7)
     sample = readable(written)
     write_atomically(folder / "sample.txt", sample.encode())
     console.rule(f"{len(prompt)} bytes of validation text, then {len(written)} bytes written by the model")

@@ -1,19 +1,15 @@
-"""The serving example: its attention over several bytes, and that it sees when requests are mixed up."""
+"""The serving example: that it sees when requests are mixed up."""
 
-import functools
 import importlib.util
 import pathlib
 import sys
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 pytestmark = pytest.mark.inference
 EXAMPLES = pathlib.Path(__file__).resolve().parents[1] / "examples"
-FAST = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split_count": 1}
-fast_jit = functools.partial(jax.jit, compiler_options=FAST)
 
 
 def load_script(name):
@@ -34,32 +30,6 @@ if before is not None:
 def _promotion():
     with jax.numpy_dtype_promotion("standard"):  # optax raises a Python float to an integer power
         yield
-
-
-def test_attention_over_pieces_is_attention_byte_by_byte():
-    """Twice around a ring of 6, in pieces of 4 of which 0 to 4 count."""
-    attention = demo.Attention(8, 2, 6, key=jax.random.key(0))
-    x = np.random.default_rng(0).standard_normal((14, 8)).astype(np.float32)
-
-    @fast_jit
-    def steps(x):
-        def body(state, row):
-            out, state = attention.step(row, state)
-            return state, (out, state)
-
-        return jax.lax.scan(body, attention.init_state(), x)[1]
-
-    extend = fast_jit(lambda x, state, count: generate.attend(attention, x, state, jnp.arange(4) < count))
-    outs, states = steps(x)
-    state, seen = attention.init_state(), 0
-    for count in (3, 0, 4, 1, 4, 2):
-        piece = np.full((4, 8), np.float32(1e3))
-        piece[:count] = x[seen : seen + count]
-        out, state = extend(piece, state, count)
-        seen += count
-        np.testing.assert_allclose(out[:count], outs[seen - count : seen], atol=1e-5)
-        jax.tree.map(lambda a, e, t=seen: np.testing.assert_allclose(a, e[t - 1], atol=1e-5), state, states)
-    assert seen == 14
 
 
 @pytest.fixture(scope="module")

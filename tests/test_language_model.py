@@ -22,6 +22,8 @@ import numpy as np
 import pytest
 import rich.console
 
+from gated_delta import SoftmaxAttention
+
 SCRIPT = pathlib.Path(__file__).resolve().parents[1] / "examples" / "language_model.py"
 STEPS = 8
 MIXERS = ["gdn", "kda", "gdn2", "sla"]
@@ -156,26 +158,13 @@ def test_training_windows_depend_on_seed_and_step_alone_and_stay_inside_the_text
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def test_attention_steps_agree_with_the_parallel_form_beyond_the_ring():
-    attention = demo.Attention(32, 2, 8, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (29, 32))
-    expected, _ = attention(x)
-    state, rows = attention.init_state(), []
-    for row in x:
-        out, state = attention.step(row, state)
-        rows.append(out)
-    np.testing.assert_allclose(jnp.stack(rows), expected, atol=1e-6)
-    far, _ = attention(x.at[0].add(1.0))
-    np.testing.assert_array_equal(far[8:], expected[8:])  # row 0 is out of sight from row 8 on
-    assert not np.array_equal(far[7], expected[7])
-
-
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_every_mixer_fits_and_one_block_in_four_is_attention(mixer):
     settings = small_settings(mixer=mixer, blocks=8)
     model = eqx.filter_eval_shape(demo.LanguageModel, settings, key=jax.random.key(0))
-    kinds = [isinstance(block.mixer, demo.Attention) for block in model.blocks]
-    assert kinds == [False, False, False, True] * 2
+    kinds = [isinstance(block.mixer, SoftmaxAttention) for block in model.stack.blocks]
+    assert kinds == [False, False, False, True] and model.stack.config.repeats == 2
+    assert model.stack.blocks[3].mixer.config.window == settings.length
     tokens = jax.ShapeDtypeStruct((32,), jnp.int32)
     assert eqx.filter_eval_shape(model, tokens).shape == (32, 256)
     logits, _ = eqx.filter_eval_shape(demo.run_steps, model, tokens, model.init_state())
