@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 
-from gated_delta import GDN, Chunked, cast_params
+from gated_delta import GDN, Chunked, GatedDeltaMixer, cast_params
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import quick_jit
 
@@ -34,7 +34,7 @@ def demo():
 
 def with_backend(model, backend):
     def mixers(model):
-        return [block.mixer.backend for block in model.blocks if hasattr(block.mixer, "backend")]
+        return [block.mixer.backend for block in model.stack.blocks if isinstance(block.mixer, GatedDeltaMixer)]
 
     return eqx.tree_at(mixers, model, [backend] * len(mixers(model)), is_leaf=lambda x: x is None)
 
