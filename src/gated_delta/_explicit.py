@@ -30,7 +30,10 @@ def with_automatic_axes(run: Callable, arrays: Any, v: Any, states: tuple[str, .
 
 def automatically(run: Callable, arrays: Any, specs: Any) -> tuple[Any, Any]:
     """`run(arrays)` with every explicit axis left to the compiler inside, and two results of the given `specs`."""
-    return cast(tuple[Any, Any], jax.sharding.auto_axes(run, out_sharding=specs)(arrays))
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Explicit)
+    run = jax.sharding.auto_axes(run, axes=axes or None, out_sharding=specs)
+    return cast(tuple[Any, Any], run(arrays))
 
 
 def explicit_spec(x: Any) -> tuple:

@@ -12,10 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from gated_delta import GDN, GDN2, KDA, SLA, Chunked
 from gated_delta.sharding import local_mixers, mixer_specs, state_specs
-from gated_delta.testing import quick_jit
+from gated_delta.testing import collectives, quick_jit
 from gated_delta.testing.laws import draw_parameters
 
-from .meshes import SHAPES, assert_same, collectives, make_mesh, place
+from .meshes import SHAPES, assert_same, make_mesh, place
 
 MODEL, BATCH, TIME, HEADS = 12, 8, 24, 8
 CHUNKED = Chunked(16)
@@ -129,3 +129,94 @@ def test_under_jit_only_the_projections_sum_over_devices(kind, name, packed):
         forward = quick_jit(lambda mixer, x, state, ids: mixer(x, state, segment_ids=ids))
         found = collectives(forward.lower(*arguments[:4]).compile())
     assert [(c.kind, c.shapes) for c in found] == [("all-reduce", ((BATCH // 2, TIME, MODEL),))]
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def stack_of(name, layers=2):
+    """`layers` mixers with parameters of their own, behind a leading axis."""
+    leaves, structure = jax.tree.flatten(make_mixer(name))
+    return jax.tree.unflatten(structure, [draw(i, layers, *leaf.shape) * 0.3 for i, leaf in enumerate(leaves)])
+
+
+def loss_of_stack(mixers, x, call=lambda mixer: mixer):
+    """A scanned stack whose blocks are computed anew for the backward pass."""
+
+    @jax.checkpoint
+    def block(x, mixer):
+        return x + mixer(x)[0], None
+
+    out, _ = jax.lax.scan(block, x, call(mixers))
+    return jnp.mean(jnp.sin(out)), out
+
+
+@pytest.mark.slow
+@KINDS
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_a_scanned_stack_with_its_sequence_split_by_hand(kind, by_hand):
+    """Heads and rows by hand too, or by the compiler: then the `shard_map` is over the sequence only.
+
+    Of that JAX (0.11) takes no derivative where the other axes are explicit.
+    """
+    has_gradient = by_hand or kind == AxisType.Auto
+    mesh, mixers, x = make_mesh((2, 2, 2), kind=kind), stack_of("kda"), inputs_of("kda", False)[0]
+    axes = set(mesh.axis_names) if by_hand else {"context"}
+    parameters, tokens = mixer_specs(mixers, mesh), P("data", "context")
+    call = functools.partial(local_mixers, heads="model" if by_hand else None, context="context")
+
+    def local(mixers, x):
+        part, out = loss_of_stack(mixers, x, call)
+        return jax.lax.pmean(part, tuple(axes & {"data", "context"})), out
+
+    own = (parameters, tokens) if by_hand else (jax.tree.map(lambda _: P(), mixers), P(None, "context"))
+    loss = jax.shard_map(local, mesh=mesh, in_specs=own, out_specs=(P(), own[1]), axis_names=axes)
+    differentiated = functools.partial(jax.value_and_grad, has_aux=True) if has_gradient else lambda f: f
+    with jax.set_mesh(mesh):
+        placed = place(mesh, mixers, parameters), place(mesh, x, tokens)
+        actual = quick_jit(differentiated(loss))(*placed)
+    assert_same(actual, quick_jit(differentiated(loss_of_stack))(mixers, x))
+
+
+@pytest.mark.slow
+def test_a_mapped_layer_is_a_batched_one():
+    mesh, mixer, (x, state, _, _) = make_mesh((1, 1, 4)), make_mixer("gdn2"), inputs_of("gdn2", False)
+
+    def local(mixer, x, state):
+        return jax.vmap(local_mixers(mixer, context="context"))(x, state)
+
+    states = state_specs(state, mesh, rows=None, heads=None)
+    run = jax.shard_map(
+        local, mesh=mesh, in_specs=(P(), P(None, "context"), states), out_specs=(P(None, "context"), states)
+    )
+    assert_same(quick_jit(run)(mixer, x, state), on_one_device("gdn2", False)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_short_shard_has_the_inputs_of_several_before(name):
+    """Shards of one token, and windows of three: without documents, where nothing says which shards are empty."""
+    mesh, mixer = make_mesh((1, 1, 8)), make_mixer(name)
+    x, state, _, (d_out, d_state) = inputs_of(name, False)
+    few = x[:, :8], state, None, (d_out[:, :8], d_state)
+    actual = quick_jit(by_hand(mesh, name, False))(mixer, *few)
+    assert_same(actual, quick_jit(run)(mixer, *few))
+
+
+@pytest.mark.slow
+def test_one_token_more_with_the_heads_of_many_devices():
+    mesh, mixer, (x, state, _, _) = make_mesh((2, 4), ("data", "model")), make_mixer("gdn"), inputs_of("gdn", False)
+    parameters, states = mixer_specs(mixer, mesh), state_specs(state, mesh)
+    step = jax.shard_map(
+        lambda mixer, x, state: local_mixers(mixer, heads="model").step(x, state),
+        mesh=mesh,
+        in_specs=(parameters, P("data"), states),
+        out_specs=(P("data"), states),
+    )
+    expected = quick_jit(lambda mixer, x, state: mixer.step(x, state))(mixer, x[:, 0], state)
+    assert_same(quick_jit(step)(mixer, x[:, 0], state), expected)
+    mesh = make_mesh((2, 4), ("data", "model"), AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        placed = [place(mesh, *pair) for pair in ((mixer, parameters), (x[:, 0], P("data")), (state, states))]
+        actual = quick_jit(lambda mixer, x, state: mixer.step(x, state))(*placed)
+    assert_same(actual, expected)

@@ -12,9 +12,8 @@ from jax.sharding import PartitionSpec as P
 
 from gated_delta import Chunked, Recurrent, gated_delta
 from gated_delta.sharding import PerDevice
-from gated_delta.testing import RandomGates, RandomProblem, assert_close, expected, quick_jit
+from gated_delta.testing import RandomGates, RandomProblem, assert_close, collectives, expected, quick_jit
 
-from .meshes import collectives
 from .meshes import make_mesh as make_any_mesh
 from .subjects import BACKENDS, INTERPRETED
 

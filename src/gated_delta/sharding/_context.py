@@ -84,8 +84,12 @@ class ContextParallel(AbstractBackend):
             )
         if self.inner is None:
             return None
-        own = eqx.filter_eval_shape(lambda problem: problem.activated(), problem)
-        return self.inner.why_not(own) or self.inner.why_not(eqx.filter_eval_shape(_with_identity, own))
+
+        def both(problem):
+            return problem.activated(), _with_identity(problem.activated())
+
+        own, wide = eqx.filter_eval_shape(both, problem)
+        return self.inner.why_not(own) or self.inner.why_not(wide)
 
     def __call__(self, problem: Problem) -> Result:
         if problem.packing is not None:

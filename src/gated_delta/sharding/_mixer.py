@@ -14,6 +14,7 @@ from gated_delta._layer import GatedDeltaMixer, MixerState, add_axis
 from gated_delta._linear import Linear
 from gated_delta._rows import hidden_ids
 from gated_delta._types import as_float_array, no_type_check
+from gated_delta.attention import SoftmaxAttention
 
 from ._context import ContextParallel
 from ._exchange import Exchange
@@ -35,8 +36,9 @@ def local_mixers(
 
     An axis that is split over devices by the compiler, not by hand, has no business here.
 
-    **Raises:** `ValueError` outside of a `jax.shard_map` over these axes, and where a device does not have its share of
-    a mixer's heads.
+    **Raises:** `ValueError` outside of a `jax.shard_map` over these axes; where a device does not have its share of a
+    mixer's heads; for a tree with `LocalMixer`s; and, with `context`, for one with a `SoftmaxAttention`, which would
+    have to see the tokens of other devices.
     """
     sizes = {}
     for word, axis in (("heads", heads), ("context", context)):
@@ -49,16 +51,23 @@ def local_mixers(
                     "name, and there is none here."
                 ) from error
 
-    def is_mixer(x):
-        return isinstance(x, GatedDeltaMixer)
+    def is_layer(x):
+        return isinstance(x, GatedDeltaMixer | LocalMixer | SoftmaxAttention)
 
     def local(x):
-        if not is_mixer(x):
+        if isinstance(x, LocalMixer):
+            raise ValueError("`local_mixers` has been here already: there is a `LocalMixer` in the tree.")
+        if isinstance(x, SoftmaxAttention) and context is not None:
+            raise ValueError(
+                f"`local_mixers(context={context!r})` would leave a `SoftmaxAttention` in the tree, and let it see the "
+                "tokens of its own device only. Give it the mixers alone, and run the attention outside."
+            )
+        if not isinstance(x, GatedDeltaMixer):
             return x
         mixer = x if heads is None else _with_own_heads(x, heads, sizes["heads"])
         return LocalMixer(mixer, heads, context, exchange)
 
-    return jax.tree.map(local, tree, is_leaf=is_mixer)
+    return jax.tree.map(local, tree, is_leaf=is_layer)
 
 
 class LocalMixer(eqx.Module):

@@ -49,20 +49,23 @@ def mixer_specs(tree: PyTree, mesh: AnyMesh, *, heads: str | None = "model") -> 
 
 
 @no_type_check
-def state_specs(tree: PyTree, mesh: AnyMesh, *, rows: Rows = "data", heads: str | None = "model") -> PyTree:
+def state_specs(
+    tree: PyTree, mesh: AnyMesh, *, rows: Rows = "data", heads: str | None = "model", axis: int = -1
+) -> PyTree:
     """A `PartitionSpec` for every array of a `MixerState`, or of a tree that holds some: a tree of the same structure.
 
     - `tree`: arrays or shapes, such as `jax.eval_shape(lambda: mixer.init_state(8))`. What is no `MixerState` in it
         gets `P()`.
-    - `rows`: the axis or axes of `mesh` that the batch is split over, `None` for none. It is the last of the axes
-        before those of heads and windows, and has to be there.
+    - `rows`: the axis or axes of `mesh` that the batch is split over, `None` for none.
     - `heads`: as of `mixer_specs`.
+    - `axis`: which of the axes before those of heads and windows is the batch: the last, or 0 for the states of a
+        `HybridStack`.
 
     **Raises:** `ValueError` where `mesh` has no such axis, its size does not divide the heads, or a state has no batch.
     """
     size = _axis_size("state_specs", mesh, heads)
-    for axis in (rows,) if isinstance(rows, str) else rows or ():
-        _axis_size("state_specs", mesh, axis)
+    for name in (rows,) if isinstance(rows, str) else rows or ():
+        _axis_size("state_specs", mesh, name)
 
     def specs(x):
         if not isinstance(x, MixerState):
@@ -74,7 +77,7 @@ def state_specs(tree: PyTree, mesh: AnyMesh, *, rows: Rows = "data", heads: str 
                 "`rows=None`, or make the state with `mixer.init_state(batch)`."
             )
         _check_divides("value_heads", x.recurrent.shape[-3], heads, size)
-        before = (*(None,) * (lead - 1), rows)[-lead:] if lead else ()
+        before = [rows if i == axis % lead else None for i in range(lead)]
 
         def spec(path, _):
             return P(*before, heads, None, None) if path[-1].name == "recurrent" else P(*before, None, heads)

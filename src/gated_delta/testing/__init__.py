@@ -26,6 +26,8 @@ from ._own_step import FoundGates as FoundGates
 from ._own_step import OwnStep as OwnStep
 from ._own_step import Token as Token
 from ._own_step import find_gates as find_gates
+from ._program import Collective as Collective
+from ._program import collectives as collectives
 from ._program import equations as equations
 from ._random import DECAY_FAMILIES as DECAY_FAMILIES
 from ._random import KEY_FAMILIES as KEY_FAMILIES
