@@ -195,13 +195,14 @@ def load(folder: pathlib.Path) -> Model:
             output_gate="sigmoid" if family.gated else None,
         )
         parts = {part: tensors(prefix, part) for part in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+        mixer = SoftmaxAttention(record, key=jax.random.key(0))
         if family.gated:  # every head's queries, and its gates behind them
             both = parts["q_proj"].reshape(heads, 2, dim, hidden)
             parts["q_proj"], gate = (both[:, i].reshape(-1, hidden) for i in (0, 1))
-        mixer = SoftmaxAttention(record, key=jax.random.key(0))
+            mixer = eqx.tree_at(lambda m: m.out_gate.project.weight, mixer, gate)
         for name, weight in parts.items():
             mixer = eqx.tree_at(lambda m, name=name: getattr(m, name).weight, mixer, weight)
-        return eqx.tree_at(lambda m: m.out_gate.project.weight, mixer, gate) if family.gated else mixer
+        return mixer
 
     def block(layer):
         prefix = f"{stem}layers.{layer}."

@@ -267,8 +267,8 @@ class HybridStack(eqx.Module):
             states = jax.tree.map(lambda a: jnp.moveaxis(a, lead, 0), state)
         if self.config.remat:
             one_repeat = jax.checkpoint(one_repeat, prevent_cse=self.config.repeats == 1)
-        x, states = self._repeated(one_repeat, x, (arrays, states))
-        return x, jax.tree.map(lambda a: jnp.moveaxis(a, 0, lead), states)
+        out, states = self._repeated(one_repeat, x, (arrays, states))
+        return out, jax.tree.map(lambda a: jnp.moveaxis(a, 0, lead), states)
 
     @no_type_check
     def step(
@@ -329,7 +329,7 @@ class HybridStack(eqx.Module):
 
         return jax.tree.map(spread, states)
 
-    def _repeated(self, body, carry, xs):
+    def _repeated(self, body, carry: Any, xs: Any) -> tuple[Any, Any]:
         if self.config.repeats > 1:
             return jax.lax.scan(body, carry, xs)
         carry, ys = body(carry, jax.tree.map(lambda a: a[0], xs))

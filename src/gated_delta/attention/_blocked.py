@@ -52,7 +52,7 @@ class BlockedAttention(AbstractAttentionBackend):
         segments = (problem.query_segments, problem.key_segments)
         where = _Where(problem.query_offset, *segments, problem.pages)
         scale = problem.scale
-        if isinstance(scale, float):
+        if isinstance(scale, (int, float)):
             return _attend(rules, scale, problem.q, problem.k, problem.v, where)
         scale = scale.astype(problem.accumulation)
         return _attend_scaled(rules, problem.q, problem.k, problem.v, scale, where)
@@ -89,6 +89,17 @@ class _Where(NamedTuple):
     pages: Int[Array, "batch pages"] | None
 
 
+class _Kept(NamedTuple):
+    """For the backward pass."""
+
+    q: Float[Array, "batch time query_heads key_dim"]
+    k: Float[Array, "key_rows keys kv_heads key_dim"]
+    v: Float[Array, "key_rows keys kv_heads value_dim"]
+    where: _Where
+    out: Float[Array, "batch time query_heads value_dim"]
+    log_sum_exp: Float[Array, "batch time query_heads"]
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -99,11 +110,11 @@ def _attend(rules: _Rules, scale: float, q, k, v, where: _Where):
 
 def _attend_forward(rules, scale, q, k, v, where):
     out, log_sum_exp = _forward(rules, q, k, v, scale, where)
-    return (out, log_sum_exp), (q, k, v, where, out, log_sum_exp)
+    return (out, log_sum_exp), _Kept(q, k, v, where, out, log_sum_exp)
 
 
-def _attend_backward(rules, scale, residuals, cotangents):
-    d_q, d_k, d_v, _ = _backward(rules, scale, *residuals, cotangents)
+def _attend_backward(rules, scale, kept, cotangents):
+    d_q, d_k, d_v, _ = _backward(rules, scale, kept, cotangents)
     return d_q, d_k, d_v, None
 
 
@@ -118,12 +129,12 @@ def _attend_scaled(rules: _Rules, q, k, v, scale, where: _Where):
 
 def _attend_scaled_forward(rules, q, k, v, scale, where):
     out, log_sum_exp = _forward(rules, q, k, v, scale, where)
-    return (out, log_sum_exp), (q, k, v, scale, where, out, log_sum_exp)
+    return (out, log_sum_exp), (scale, _Kept(q, k, v, where, out, log_sum_exp))
 
 
 def _attend_scaled_backward(rules, residuals, cotangents):
-    q, k, v, scale, *rest = residuals
-    d_q, d_k, d_v, d_scale = _backward(rules, scale, q, k, v, *rest, cotangents)
+    scale, kept = residuals
+    d_q, d_k, d_v, d_scale = _backward(rules, scale, kept, cotangents)
     return d_q, d_k, d_v, d_scale, None
 
 
@@ -136,7 +147,7 @@ _attend_scaled.defvjp(_attend_scaled_forward, _attend_scaled_backward)
 def _forward(rules: _Rules, q, k, v, scale, where: _Where):
     layout = _Layout.of(rules, q, k, where)
     tile_of = layout.tiles(k, v)
-    first = tuple(jnp.swapaxes(x[:1, :1] if where.pages is not None else x[:, :1], 1, 2) for x in (k, v))
+    first_k, first_v = (jnp.swapaxes(x[:1, :1] if where.pages is not None else x[:, :1], 1, 2) for x in (k, v))
 
     def one_block(block: _Block, q):
         def one_tile(index, running):
@@ -144,7 +155,8 @@ def _forward(rules: _Rules, q, k, v, scale, where: _Where):
             tile = scores(q, k, scale, rules.arithmetic)
             return absorb(running, masked(tile, layout.visible(block, index)), v, rules.arithmetic)
 
-        out, log_sum_exp = finish(layout.over_keys(block, one_tile, begin(q, *first, rules.arithmetic)))
+        nothing = begin(q, first_k, first_v, rules.arithmetic)
+        out, log_sum_exp = finish(layout.over_keys(block, one_tile, nothing))
         return out.astype(q.dtype), log_sum_exp
 
     blocks = layout.blocks()
@@ -154,10 +166,10 @@ def _forward(rules: _Rules, q, k, v, scale, where: _Where):
     return layout.joined(out), layout.joined(log_sum_exp)[..., 0]
 
 
-def _backward(rules: _Rules, scale, q, k, v, where: _Where, out, log_sum_exp, cotangents):
-    if where.pages is not None:
-        return _backward_of_pages(rules, scale, q, k, v, where, out, log_sum_exp, cotangents)
-    d_out, d_log_sum_exp = cotangents
+def _backward(rules: _Rules, scale, kept: _Kept, cotangents):
+    if kept.where.pages is not None:
+        return _backward_of_pages(rules, scale, kept, cotangents)
+    (d_out, d_log_sum_exp), (q, k, v, where, out, log_sum_exp) = cotangents, kept
     layout = _Layout.of(rules, q, k, where)
     tile_of = layout.tiles(k, v)
     dtype = jnp.dtype(rules.arithmetic.accumulation)
@@ -188,18 +200,20 @@ def _backward(rules: _Rules, scale, q, k, v, where: _Where, out, log_sum_exp, co
     totals = tuple((0 * layout.heads_first(x)).astype(dtype) + nothing for x in (k, v))
     (d_k, d_v), d_q = layout.over_queries(one_block, totals, (layout.blocks(), *rows))
     d_q = layout.joined(d_q)
-    d_scale = None if isinstance(scale, float) else jnp.sum(q.astype(dtype) * d_q)
+    d_scale = None if isinstance(scale, (int, float)) else jnp.sum(q.astype(dtype) * d_q)
     d_k, d_v = (jnp.swapaxes(x[:, :, : layout.keys], 1, 2) for x in (d_k, d_v))
     return (d_q * scale).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_scale
 
 
-def _backward_of_pages(rules, scale, q, k, v, where: _Where, *rest):
+def _backward_of_pages(rules, scale, kept: _Kept, cotangents):
     def rows(x):
-        return x.at[where.pages].get(mode="promise_in_bounds").reshape(q.shape[0], -1, *x.shape[2:])
+        return x.at[kept.where.pages].get(mode="promise_in_bounds").reshape(kept.q.shape[0], -1, *x.shape[2:])
 
-    (k, v), pull = jax.vjp(lambda k, v: (rows(k), rows(v)), k, v)
-    d_q, d_k, d_v, d_scale = _backward(rules, scale, q, k, v, where._replace(pages=None), *rest)
-    return d_q, *pull((d_k, d_v)), d_scale
+    (k, v), pull = jax.vjp(lambda k, v: (rows(k), rows(v)), kept.k, kept.v)
+    kept = kept._replace(k=k, v=v, where=kept.where._replace(pages=None))
+    d_q, d_k, d_v, d_scale = _backward(rules, scale, kept, cotangents)
+    d_k, d_v = pull((d_k, d_v))
+    return d_q, d_k, d_v, d_scale
 
 
 class _Block(NamedTuple):

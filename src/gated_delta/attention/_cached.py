@@ -1,7 +1,7 @@
 """Attention of the next tokens of every row, from and to a cache: prefill, long prompts in pieces, and decoding."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -82,7 +82,7 @@ def cached_attention(
         slots = check_distinct("cached_attention", check_slots(slots, count, rows), count, checked)
     lengths, fresh = check_lengths(lengths, rows, q.shape[1]), check_fresh(fresh, rows)
     rules = Rules(
-        window,
+        None if window is None else min(window, 2**30),
         check_scale(scale, q.shape[3]),
         None if softcap is None else float(softcap),
         check_precision(precision) or "highest",
@@ -141,7 +141,7 @@ class Tokens(eqx.Module):
         return self.position + jnp.where(self.is_first, count[:, None], 0)
 
 
-def advance(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens):
+def advance(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens) -> tuple[Any, Any, Any]:
     """Outputs in the dtype of `v`, log-sum-exps, and the cache with these tokens in it. Arguments are checked."""
     arrays = (q, k, v, cache, slots, fresh, tokens)
     if not is_sharded_explicitly(arrays):
@@ -149,7 +149,8 @@ def advance(backend, rules: Rules, q, k, v, cache, slots, fresh, tokens: Tokens)
     batch, time, heads, _ = spec_of(q)
     stored = jax.tree.map(lambda x: P(*jax.typeof(x).sharding.spec), cache)
     shardings = (P(batch, time, heads, spec_of(v)[3]), P(batch, time, heads), stored)
-    return jax.sharding.auto_axes(lambda arrays: _advance(backend, rules, *arrays), out_sharding=shardings)(arrays)
+    run = jax.sharding.auto_axes(lambda arrays: _advance(backend, rules, *arrays), out_sharding=shardings)
+    return cast(tuple[Any, Any, Any], run(arrays))
 
 
 @eqx.filter_jit
@@ -289,7 +290,7 @@ def _problem(rules: Rules, q, k, v, before, cache, slots, count, end, tokens: To
         query_offset=offset,
         query_segments=segments[0],
         key_segments=segments[1],
-        scale=rules.scale if isinstance(rules.scale, float) else rules.scale.astype(accumulation_dtype(operand)),
+        scale=rules.scale if isinstance(rules.scale, (int, float)) else rules.scale.astype(accumulation_dtype(operand)),
         causal=causal,
         window=window,
         softcap=rules.softcap,

@@ -119,10 +119,10 @@ class SoftmaxAttention(eqx.Module):
         if mask is not None or segment_ids is not None:
             rows = make_rows(mask, segment_ids, None, *x.shape[:2])
             assert rows is not None
-            x = rows.gather(x)
-        out, state = self._run(x, state, rows, segment_ids is not None)
+            x = rows.gather(jnp.asarray(x))
+        out, new = self._run(x, state, rows, segment_ids is not None)
         out = out if rows is None else rows.scatter(out)
-        return (out[0], jax.tree.map(lambda a: a[0], state)) if single else (out, state)
+        return (out[0], jax.tree.map(lambda a: a[0], new)) if single else (out, new)
 
     @no_type_check
     def step(
@@ -203,7 +203,7 @@ class SoftmaxAttention(eqx.Module):
 
     # ---- the computation ---------------------------------------------------------------------------------------------
 
-    def _run(self, x, state, rows: Rows | None, has_several: bool):
+    def _run(self, x, state, rows: Rows | None, has_several: bool) -> tuple[Any, Any]:
         if rows is None:
             return self._mix(x, state, None, None, None)
         return self._mix(x, state, None, None, Tokens.of_documents(rows.documents, has_several))

@@ -1,6 +1,6 @@
 """The operator: check what came, bring it into one form, choose a backend, and give the result its outer form."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import equinox as eqx
 import jax
@@ -103,7 +103,8 @@ def softmax_attention(
     arrays = (q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset)
 
     def run(arrays):
-        call = prepare(*arrays, options)
+        q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset = arrays
+        call = prepare(q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset, options)
         if call.problem is None:
             return call.nothing()
         return execute(choose(call.problem, backend), call)
@@ -111,7 +112,7 @@ def softmax_attention(
     if is_sharded_explicitly(arrays):
         batch, time, heads, _ = spec_of(q)
         shardings = P(batch, time, heads, spec_of(v)[3]), P(batch, time, heads)
-        out, log_sum_exp = jax.sharding.auto_axes(run, out_sharding=shardings)(arrays)
+        out, log_sum_exp = cast(tuple[Any, Any], jax.sharding.auto_axes(run, out_sharding=shardings)(arrays))
     else:
         out, log_sum_exp = run(arrays)
     return (out, log_sum_exp) if return_log_sum_exp else out
@@ -145,9 +146,9 @@ def explain_attention(
     _check_flag("return_log_sum_exp", return_log_sum_exp)
     options = Options(causal, window, None, softcap, precision, checked)
 
-    def problem_of(*arrays):
-        *arrays, scale = arrays
-        return prepare(*arrays, options._replace(scale=scale)).problem
+    def problem_of(q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset, scale):
+        asked = options._replace(scale=scale)
+        return prepare(q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset, asked).problem
 
     if isinstance(query_offset, int):
         query_offset = np.int32(query_offset)
@@ -211,7 +212,9 @@ def prepare(q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset, opt
             "none."
         )
     queries, own_keys = _check_segments(segment_ids, key_segment_ids, cu_seqlens, batch, time, keys, checked)
-    call = dict(dtype=v.dtype, shape=(batch, time, heads, v.shape[3]), accumulation=accumulation_dtype(operand))
+    call: dict[str, Any] = dict(
+        dtype=v.dtype, shape=(batch, time, heads, v.shape[3]), accumulation=accumulation_dtype(operand)
+    )
     if 0 in (batch, time, keys):
         return Call(None, **call)
     q = _real(queries, q)
@@ -223,9 +226,9 @@ def prepare(q, k, v, segment_ids, key_segment_ids, cu_seqlens, query_offset, opt
         query_offset=query_offset,
         query_segments=queries,
         key_segments=own_keys,
-        scale=scale if isinstance(scale, float) else scale.astype(accumulation_dtype(operand)),
+        scale=scale if isinstance(scale, (int, float)) else scale.astype(accumulation_dtype(operand)),
         causal=causal,
-        window=window,
+        window=None if window is None else min(window, 2**30),
         softcap=None if softcap is None else float(softcap),
         precision=check_precision(precision) or "highest",
     )

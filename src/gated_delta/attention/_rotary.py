@@ -17,7 +17,8 @@ def rotate(
         return x
     dtype = accumulation_dtype(x.dtype)
     rates = 1 / np.float32(base) ** (np.arange(0, channels, 2, dtype=np.float32) / channels)
-    angle = position.astype(dtype)[..., None, None] * jnp.asarray(rates, dtype)
+    rates = jnp.asarray(rates, dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+    angle = position.astype(dtype)[..., None, None] * rates
     cos, sin = jnp.cos(angle), jnp.sin(angle)
     first, second, rest = jnp.split(x, [channels // 2, channels], axis=-1)
     first, second = first.astype(dtype), second.astype(dtype)

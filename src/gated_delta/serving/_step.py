@@ -1,6 +1,6 @@
 """One token of many requests, each from and to its slot."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,19 +14,17 @@ from gated_delta._slots import check_distinct, check_fresh, check_slots
 from gated_delta._types import as_float_array, no_type_check
 from gated_delta.attention import SoftmaxAttention
 
-S = TypeVar("S")
-
 
 @no_type_check
 def pooled_step(
     mixer: GatedDeltaMixer | SoftmaxAttention | HybridStack,
     x: Float[Array | np.ndarray, "rows model"],
-    states: S,
+    states: Any,
     slots: Int[Array | np.ndarray, " rows"],
     *,
     fresh: Bool[Array | np.ndarray, " rows"] | None = None,
     checked: bool = False,
-) -> tuple[Float[Array, "rows model"], S]:
+) -> tuple[Float[Array, "rows model"], Any]:
     """`mixer.step` of rows whose states lie in the slots of a pool, without gathering the large ones.
 
     A mixer whose backend is a `PallasTPU` reads each recurrent state once from its slot and writes it once back, in
@@ -55,6 +53,7 @@ def pooled_step(
     slots = check_slots(slots, count, x.shape[0])
     slots = jnp.asarray(check_distinct("pooled_step", slots, count, checked))
     fresh = check_fresh(fresh, x.shape[0])
+    fresh = None if fresh is None else jnp.asarray(fresh)
     return (
         mixer.pooled(x, states, slots, fresh)
         if isinstance(mixer, HybridStack)
