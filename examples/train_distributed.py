@@ -446,20 +446,19 @@ def connect(options: argparse.Namespace) -> None:
     if options.cpu_devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.cpu_devices)
+    patience = options.patience
     if options.cluster:
-        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEATS * options.patience)
+        jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEATS * patience)
     elif options.coordinator:
-        try:
+        # JAX gives up later than we do, and by an abort that says less.
+        with Watch(f"the meeting of {options.processes} processes at {options.coordinator}", patience):
             jax.distributed.initialize(
                 options.coordinator,
                 options.processes,
                 options.process,
-                initialization_timeout=options.patience,
-                heartbeat_timeout_seconds=HEARTBEATS * options.patience,
+                initialization_timeout=HEARTBEATS * patience,
+                heartbeat_timeout_seconds=HEARTBEATS * patience,
             )
-        except RuntimeError as error:
-            what = f"not all of {options.processes} processes met at {options.coordinator} in {options.patience} s"
-            raise Stop(f"{what}: {first_line(error)}", STALLED) from error
 
 
 def first_line(error: Exception) -> str:

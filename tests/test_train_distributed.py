@@ -316,4 +316,5 @@ def test_a_peer_that_hangs_is_an_error_in_time(text, tmp_path):
 def test_a_peer_that_never_comes_is_an_error_in_time(present, text, tmp_path):
     with Processes(text, tmp_path, "--patience 5", run=(present,)) as one:
         assert one.end(present, 60) == demo.STALLED
-        assert "not all of 2 processes met at 127.0.0.1" in one.said(present)
+        assert "the meeting of 2 processes at 127.0.0.1" in one.said(present)
+        assert "did not end within 5 s: another process is gone or hangs" in one.said(present)
