@@ -19,16 +19,20 @@ from ._types import CHUNK_SIZES, no_type_check
 class Chunked(AbstractBackend):
     """Runs chunks of tokens as matrix products, on any platform XLA compiles for.
 
-    - `chunk_size`: tokens solved together: 16, 32, 64 or 128. `None` leaves it to the backend: on a CPU 16 where every
-        key channel has a decay of its own, else 32, or 64 for states of 2^17 numbers and more; elsewhere 64.
+    - `chunk_size`: tokens solved together: 16, 32, 64 or 128. `None` leaves it to the backend: on a CPU 32, but 64 for
+        states of 2^17 numbers and more, and 16 for decays per key channel without `branch`; elsewhere 64.
     - `residuals`: what is kept for the backward pass beside the inputs. `"solves"`: the state that enters each chunk,
         its products with the chunk's keys and queries, and the inverses of the chunk's solve; the rest is recomputed.
         `"states"`: only the states. `"none"`: the states of one chunk in eight; the states between them are recomputed
         too. `"all"`: whatever the backward pass reads.
+    - `branch`: whether each chunk looks at its decays per channel and takes a shorter way where they are slow; both are
+        right for any decay. Where heads or rows are sharded that look costs a collective, and on a GPU a wait.
+        `None`: on a CPU with a single device.
     """
 
     chunk_size: int | None = eqx.field(static=True, default=None)
     residuals: Literal["solves", "states", "none", "all"] = eqx.field(static=True, default="solves")
+    branch: bool | None = eqx.field(static=True, default=None)
 
     def __check_init__(self):
         if self.chunk_size is not None and self.chunk_size not in CHUNK_SIZES:
@@ -40,9 +44,12 @@ class Chunked(AbstractBackend):
         return None
 
     def __call__(self, problem: Problem) -> Result:
-        arithmetic = Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max)
+        near = "mended" if self.branches else "safe"
+        arithmetic = Arithmetic(problem.operand.name, problem.precision, problem.inverse, problem.erase_max, near)
         time = problem.k.shape[1]
-        size = min(self.chunk_size or _chunk_size(problem), max(1 << (time - 1).bit_length(), CHUNK_SIZES[0]))
+        size = min(
+            self.chunk_size or _chunk_size(problem, self.branches), max(1 << (time - 1).bit_length(), CHUNK_SIZES[0])
+        )
         layout = lay_out(problem, size)
         tiles = _tiles(problem, layout, size)
         bank = problem.initial_state
@@ -74,6 +81,13 @@ class Chunked(AbstractBackend):
         out = out * jnp.asarray(problem.scale, problem.accumulation)
         return out, state[:, None] if final is None else final
 
+    @property
+    def branches(self) -> bool:
+        """`branch`, or what `None` stands for here."""
+        if self.branch is not None:
+            return self.branch
+        return jax.default_backend() == "cpu" and jax.device_count() == 1
+
     def _scan(self, body, carry, xs):
         length = jax.tree.leaves(xs)[0].shape[0]
         if self.residuals == "all":
@@ -85,12 +99,12 @@ class Chunked(AbstractBackend):
         return _scan_in_groups(body, carry, xs, length)
 
 
-def _chunk_size(problem: Problem) -> int:
+def _chunk_size(problem: Problem, branch: bool) -> int:
     """The fastest on the machines we tried (docs: Benchmarks)."""
     if jax.default_backend() != "cpu":
         return 64
     key_dim, width = problem.state_shape[3:]
-    if problem.log_decay is not None and problem.log_decay.shape[3] == key_dim > 1:
+    if not branch and problem.log_decay is not None and problem.log_decay.shape[3] == key_dim > 1:
         return 16
     return 64 if key_dim * width >= 2**17 else 32
 

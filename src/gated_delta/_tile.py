@@ -37,7 +37,7 @@ SOLVED = 64
 """Rows of the diagonal blocks of a chunk whose inverses are formed; longer chunks are solved block by block."""
 
 NEAR = 32
-"""Rows of the blocks within which a bfloat16 kernel may measure decays from the block's start."""
+"""Rows of the blocks within which decays may be measured from the block's start."""
 
 STEEP = 64.0
 """How much such a block may forget for that, in nats: bfloat16 holds `exp(STEEP)`, and that times a cotangent."""
@@ -55,15 +55,17 @@ class Arithmetic(NamedTuple):
     - `erase_max`: the promise of `Gates`.
     - `near`: how key channels with decays of their own are treated within a block of `NEAR` rows. `"safe"`: right for
         any decay. `"cheap"`: right where no block forgets more than `STEEP`. `"bounded"`: where none forgets more than
-        `BOUNDED`. `"selected"`: row by row the cheap one where it is right. All but the first only with bfloat16
-        operands, whose rounding is larger than what they lose.
+        `BOUNDED`. `"selected"`: row by row the cheap one where it is right. These three only with bfloat16 operands,
+        whose rounding is larger than what they lose. `"mended"`: the cheap one, and where a chunk has rows for which
+        that is wrong, a branch mends them; for any operands, in XLA only. Float32 then is right to 5e-7 (decays of
+        -0.1 to -10 a token, and resets among slow ones), where `"safe"` is to 2e-7.
     """
 
     operand: str
     precision: str | None = None
     inverse: str = "exact"
     erase_max: float = 1.0
-    near: Literal["safe", "cheap", "bounded", "selected"] = "safe"
+    near: Literal["safe", "cheap", "bounded", "selected", "mended"] = "safe"
 
     @property
     def accumulation(self):
@@ -405,7 +407,10 @@ class _ChannelDecay(_NoDecay):
         left, k = [spread(x, owners) for x in left], spread(k, owners)
         to, after = self.legs
         entered = [each(jnp.multiply, x, to) for x in left]
-        if not arithmetic.is_rounding or arithmetic.near == "safe":
+        if arithmetic.near == "mended":
+            out = self._near_from_start(left, entered, k)
+            out = _mend(out, left, k, self.log_decay, self._forgets_little(), arithmetic)
+        elif not arithmetic.is_rounding or arithmetic.near == "safe":
             out = self._near_for_any(left, k)
         elif arithmetic.near == "bounded":
             halfway = self._wide(_map(lambda to: jnp.exp(to + BOUNDED / 2), self.to))
@@ -553,19 +558,65 @@ def _add_in_blocks(own, log_decay, arithmetic):
     return jnp.concatenate(cut, axis=-2)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _mend(scores: list[Array], left: list[Array], k: Array, log_decay: Array, holds: Array, arithmetic: Arithmetic):
+    """`scores` with those rows replaced, by seams, for which `holds`, `[*rows, heads, chunk, 1]`, is false.
+
+    Where it is true for all rows nothing is computed. The rows for which it is true keep their bits in either case, so
+    no row depends on what comes after it. The backward pass has a branch of its own, and needs the inputs only.
+    """
+
+    def mended():
+        found = _near_by_seams(left, k, log_decay, arithmetic)
+        return [jnp.where(holds, x, y) for x, y in zip(scores, found, strict=True)]
+
+    return lax.cond(_anywhere(~holds), mended, lambda: scores)
+
+
+def _mend_fwd(scores, left, k, log_decay, holds, arithmetic):
+    return _mend(scores, left, k, log_decay, holds, arithmetic), (left, k, log_decay, holds)
+
+
+def _mend_bwd(arithmetic, residuals, d_out):
+    *inputs, holds = residuals
+
+    def mended():
+        _, pull = jax.vjp(lambda *inputs: _near_by_seams(*inputs, arithmetic), *inputs)
+        return [jnp.where(holds, d, 0) for d in d_out], *pull([jnp.where(holds, 0, d) for d in d_out])
+
+    def unmended():
+        return d_out, *jax.tree.map(jnp.zeros_like, tuple(inputs))
+
+    return *lax.cond(_anywhere(~holds), mended, unmended), None
+
+
+_mend.defvjp(_mend_fwd, _mend_bwd)
+
+
+@jax.custom_batching.custom_vmap
+def _anywhere(x):
+    """`jnp.any` over everything, a mapped axis included: what branches on it stays a branch under `jax.vmap`."""
+    return jnp.any(x)
+
+
+@_anywhere.def_vmap
+def _anywhere_of_mapped(_, mapped, x):
+    return _anywhere(x), False
+
+
 def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
     """Scores of pairs within a block of `NEAR` rows: one product for each halving of the block."""
     chunk = first(k).shape[-2]
-    halvings = _halvings(min(NEAR, chunk))
+    near = min(NEAR, chunk)
+    halvings = _halvings(near)
 
     def seams(log_decay):
-        near = min(NEAR, chunk)
         i, m = _rows_and_columns(near, near, log_decay.ndim)
         own = [((i ^ m) < half) & _either((i & half) != 0, m <= i, m > i) for half in halvings]
         sums = _add_in_blocks(jnp.concatenate(own, axis=-2), log_decay, arithmetic)
         return tuple(jnp.exp(sums[..., n * chunk : (n + 1) * chunk, :]) for n in range(len(halvings)))
 
-    legs = each(seams, log_decay)
+    legs = each(seams, log_decay) if halvings else []
     i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
 
     def diagonal(k, *left):
@@ -847,12 +898,15 @@ def chunk_factors(
         (scores,) = decay.scores([q], k, owners, arithmetic)
     else:
         erase_keys = k if by_row else each(jnp.multiply, spread(k, owners), erase)
-        pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
-        pairs = each(lambda x: jnp.where(i > j, x, 0), pairs)  # first: above the diagonal anything may stand
-        pairs = _times(pairs, erase) if by_row else pairs
-        pairs = each(lambda x: _mask(x, same), pairs)  # last: no cotangent comes from between documents
-        if inverse is None:
-            inverse = keep(block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same))
+        if chunk == 1:
+            (scores,) = decay.scores([q], k, owners, arithmetic)
+        else:
+            pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
+            pairs = each(lambda x: jnp.where(i > j, x, 0), pairs)  # first: above the diagonal anything may stand
+            pairs = _times(pairs, erase) if by_row else pairs
+            pairs = each(lambda x: _mask(x, same), pairs)  # last: no cotangent comes from between documents
+            if inverse is None:
+                inverse = keep(block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same))
         erase_keys = decay.entering(spread(erase_keys, owners))
         entry_erase = _times(decay.entry, erase) if by_row else decay.entry
     scores = each(lambda x: _mask(jnp.where(i >= j, x, 0), same), scores)
@@ -877,7 +931,7 @@ def chunk_factors(
 def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic) -> _NoDecay:
     if log_decay is None:
         return _NoDecay()
-    if isinstance(log_decay, Columns) and (log_decay.groups == 1 or arithmetic.near == "safe"):
+    if isinstance(log_decay, Columns) and (log_decay.groups == 1 or arithmetic.near in ("safe", "mended")):
         return _GroupDecay(log_decay, key_dim, arithmetic)
     return _ChannelDecay(log_decay, key_dim, arithmetic)
 
@@ -963,7 +1017,9 @@ def chunk_advance(
         right = each(jnp.subtract, factors.values, _times(recalled, factors.entry_erase))
         if shared is not None:
             right, overflow = each(_zero_overflow, right)
-        written = solve(factors.pairs, factors.inverse, right, arithmetic, guards=shared is not None)
+        written = right
+        if factors.pairs is not None:
+            written = solve(factors.pairs, factors.inverse, right, arithmetic, guards=shared is not None)
     if shared is not None:
         written, more = each(_zero_overflow, written)
         overflow = more if overflow is None else each(jnp.logical_or, overflow, more)

@@ -56,7 +56,7 @@ def test_every_combination_of_granularity_owner_and_tie_agrees_in_grouped_heads(
     problem = RandomProblem(
         batch=2, time=21, key_heads=2, group=3, key_dim=4, value_dim=5, gates=gates, state=True, seed=1
     )
-    assert_close(pullback(Chunked(16), problem), expected(problem), problem)
+    assert_close(pullback(Chunked(16, branch=True), problem), expected(problem), problem)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=str)
@@ -69,18 +69,18 @@ def test_every_named_variant_agrees_without_grouping(backend, name):
 @pytest.mark.parametrize("time", [1, 2, 15, 16, 17, 32, 63, 64, 65, 127, 128, 129])
 def test_every_length_around_a_chunk_agrees(time):
     problem = RandomProblem(time=time, key_dim=4, value_dim=3, gates=VARIANTS["kda"], state=True, seed=3)
-    assert_close(pullback(Chunked(64), problem), expected(problem), problem)
+    assert_close(pullback(Chunked(64, branch=True), problem), expected(problem), problem)
 
 
-@pytest.mark.parametrize("decay", ["head", "tile", "channel"])
-def test_no_gate_and_no_key_is_too_extreme(decay):
+@pytest.mark.parametrize("decay, branch", [("head", False), ("tile", False), ("channel", False), ("channel", True)])
+def test_no_gate_and_no_key_is_too_extreme(decay, branch):
     gates = RandomGates(decay=decay, erase="channel", write="head", owner="value", erase_max=2.0)
     problem = RandomProblem(time=70, group=2, key_dim=8, value_dim=5, gates=gates, state=True, seed=4)
     strengths = STRENGTH_FAMILIES if decay == "channel" else ("mixed",)
     for log_decays, keys, strength in itertools.product(DECAY_FAMILIES, KEY_FAMILIES, strengths):
         values = dataclasses.replace(gates, log_decays=log_decays, strengths=strength)
         extreme = dataclasses.replace(problem, gates=values, keys=RandomKeys(keys))
-        assert_close(pullback(Chunked(64), extreme), expected(extreme), extreme)
+        assert_close(pullback(Chunked(64, branch=branch), extreme), expected(extreme), extreme)
 
 
 @pytest.mark.parametrize("backend", backends(), ids=str)

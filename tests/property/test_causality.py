@@ -52,17 +52,25 @@ def test_a_prefix_does_not_depend_on_what_follows_in_bfloat16():
 @pytest.mark.slow
 @pytest.mark.parametrize("gates", ["tile", "channel"])
 def test_a_prefix_does_not_depend_on_the_path_that_later_decays_make_a_kernel_take(gates):
-    """A chunk that forgets much takes another one; rows before keep their bits."""
+    check_paths(PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True), gates, "bfloat16")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prefix_does_not_depend_on_the_branch_that_later_decays_make_a_chunk_take(dtype):
+    check_paths(Chunked(64, branch=True), "channel", dtype)
+
+
+def check_paths(backend, gates, dtype):
+    """A chunk that forgets much takes another path; rows before keep their bits."""
     problem = dataclasses.replace(
-        PROBLEM, batch=1, time=70, dtype="bfloat16", gates=dataclasses.replace(GATES[gates], log_decays="mild")
+        PROBLEM, batch=1, time=70, dtype=dtype, gates=dataclasses.replace(GATES[gates], log_decays="mild")
     )
-    kernel = PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True)
     arguments = problem.arguments()
-    before = results(kernel, arguments, cotangents_until(problem, 20))
+    before = results(backend, arguments, cotangents_until(problem, 20))
     steep = np.array(arguments["gates"].log_decay)
     steep[:, 21:] = -50
     gates = dataclasses.replace(arguments["gates"], log_decay=steep)
-    after = results(kernel, {**arguments, "gates": gates}, cotangents_until(problem, 20))
+    after = results(backend, {**arguments, "gates": gates}, cotangents_until(problem, 20))
     for name in ("out", "d_q", "d_k", "d_v", "d_log_decay", "d_erase"):
         np.testing.assert_array_equal(after[name][:, :21], before[name][:, :21], err_msg=name)
 

@@ -602,6 +602,7 @@ def test_another_chunk_size_is_a_variation_of_the_chunked_backend():
     assert set(implementation(Chunked(32)).variations) == {
         *(str(Chunked(size)) for size in (16, 64, 128)),
         *(str(Chunked(32, residuals=kept)) for kept in ("states", "none", "all")),
+        str(Chunked(32, branch=True)),
     }
 
 

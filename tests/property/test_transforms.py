@@ -254,3 +254,27 @@ def test_a_step_works_in_a_vmap_and_a_loop():
     np.testing.assert_allclose(mapped[0][:, 0], out, rtol=1e-6)
     looped = jax.lax.fori_loop(0, 1, lambda _, state: gated_delta_step(**token, state=state)[1], state)
     np.testing.assert_allclose(looped, new, rtol=1e-6)
+
+
+def test_a_chunk_that_branches_does_so_under_vmap_too():
+    """A mapped predicate would make both ways be computed for every chunk."""
+    problem = dataclasses.replace(PROBLEM, time=40, gates=dataclasses.replace(KDA, log_decays="mixed"))
+    arguments, backend = problem.arguments(), Chunked(32, branch=True)
+    d_out, d_state = problem.cotangents("float32", "float32")
+
+    def loss(arguments, d_out, d_state):
+        one = jax.tree.map(lambda x: x[None], arguments)
+        out, state = gated_delta(**one, backend=backend)
+        return jnp.sum(out[0] * d_out) + jnp.sum(state[0] * d_state)
+
+    gradient = jax.vmap(jax.grad(loss))
+    branches = str(jax.make_jaxpr(gradient)(arguments, d_out, d_state)).count("cond[")
+    assert branches == str(
+        jax.make_jaxpr(jax.grad(loss))(*jax.tree.map(lambda x: x[0], (arguments, d_out, d_state)))
+    ).count("cond[")
+    assert branches >= 2
+    got = jax.jit(gradient)(arguments, d_out, d_state)
+    gates = got.pop("gates")
+    actual = {f"d_{name}": x for name, x in got.items()} | {"d_log_decay": gates.log_decay, "d_erase": gates.erase}
+    wanted = {name: x for name, x in expected(problem).items() if name in actual}
+    assert_close(actual, wanted, problem)

@@ -74,6 +74,7 @@ def _of_backend(backend: AbstractBackend, capabilities: Capabilities) -> Impleme
     if isinstance(backend, Chunked):
         settings = [dataclasses.replace(backend, chunk_size=size) for size in (16, 32, 64, 128)]
         settings += [dataclasses.replace(backend, residuals=kept) for kept in ("states", "none", "all")]
+        settings.append(dataclasses.replace(backend, branch=not backend.branches))
         others = {str(other): _of_backend_alone(other, capabilities) for other in settings if other != backend}
     return dataclasses.replace(_of_backend_alone(backend, capabilities), variations=others)
 
