@@ -59,6 +59,7 @@ from gated_delta import (
     SoftmaxAttention,
     SystolicLinearAttention,
     cast_params,
+    softmax_attention,
 )
 from gated_delta.sharding import local_mixers, mixer_specs
 
@@ -225,16 +226,23 @@ def parameter_specs(model: Model, mesh: Mesh, fsdp: bool) -> Model:
 
     def specs(path, x):
         name = jax.tree_util.keystr(path)
-        if re.search(r"mlp\.(gate|up)$", name) or re.search(r"attentions\.mixer\.o_proj\.weight$", name):
+        if re.search(r"mlp\.(gate|up)$", name):
             return last_axes(x, None, "model")
-        if re.search(r"mlp\.down$", name) or re.search(r"attentions\.mixer\.._proj\.weight$", name):
-            return last_axes(x, "model", None)
-        return P()
+        return last_axes(x, "model", None) if re.search(r"mlp\.down$", name) else P()
 
     tree = jax.tree_util.tree_map_with_path(specs, model)
-    mixers = mixer_specs(model.mixers.mixer, mesh, heads="model")
-    tree = eqx.tree_at(lambda model: model.mixers.mixer, tree, mixers, is_leaf=is_spec)
+    mixers = mixer_specs(model.mixers.mixer, mesh), attention_specs(model.attentions.mixer, "model")
+    tree = eqx.tree_at(lambda model: (model.mixers.mixer, model.attentions.mixer), tree, mixers)
     return jax.tree.map(lambda spec, x: cut_again(spec, x.shape, mesh), tree, model, is_leaf=is_spec) if fsdp else tree
+
+
+def attention_specs(mixer: SoftmaxAttention, heads: str | None) -> SoftmaxAttention:
+    """Heads over an axis. The layer has no norms and no gate here."""
+
+    def spec(path, x):
+        return last_axes(x, None, heads) if path[0].name == "o_proj" else last_axes(x, heads, None)
+
+    return jax.tree_util.tree_map_with_path(spec, mixer)
 
 
 def last_axes(x, *axes) -> P:
@@ -303,21 +311,39 @@ class Plan:
 
 
 def mix_over(mesh: Mesh):
-    """How a block's mixer is run: by every device on its own rows, heads and tokens. Attention is left to the compiler,
-    which gathers keys and values where tokens are split."""
+    """How a block's mixer is run: by every device on its own rows, heads and tokens."""
     own = P("data", "context", None)
     split = {word: axis for word, axis in (("heads", "model"), ("context", "context")) if mesh.shape[axis] > 1}
 
     def local(mixer, x):
+        if isinstance(mixer, SoftmaxAttention):
+            return attend(mixer, x, **split)
         return local_mixers(mixer, **split)(x)[0]
 
     def mix(mixer, x):
         if isinstance(mixer, SoftmaxAttention):
-            return mixer(x)[0]
-        specs = mixer_specs(mixer, mesh, heads=split.get("heads"))
+            specs = attention_specs(mixer, split.get("heads"))
+        else:
+            specs = mixer_specs(mixer, mesh, heads=split.get("heads"))
         return jax.shard_map(local, mesh=mesh, in_specs=(specs, own), out_specs=own)(mixer, x)
 
     return mix
+
+
+def attend(mixer: SoftmaxAttention, x, heads: str | None = None, context: str | None = None):
+    """The layer inside of a `shard_map`. From all heads of its own tokens a device changes to all tokens of some heads,
+    and back: one `all_to_all` each way."""
+
+    def change(x, cut: int, joined: int):
+        return x if context is None else jax.lax.all_to_all(x, context, cut, joined, tiled=True)
+
+    if heads is not None:  # so that the cotangent of x is summed once, not for each projection
+        x = jax.lax.pcast(x, heads, to="varying")
+    projected = mixer.q_proj(x), mixer.k_proj(x), mixer.v_proj(x)
+    q, k, v = (change(a.reshape(*a.shape[:2], -1, mixer.config.key_dim), 2, 1) for a in projected)
+    out = change(softmax_attention(q, k, v, window=mixer.config.window), 1, 2)
+    out = mixer.o_proj(out.reshape(*x.shape[:2], -1))
+    return out if heads is None else jax.lax.psum(out, heads)
 
 
 def make_step(plan: Plan, keep: tuple[str, ...] | str):

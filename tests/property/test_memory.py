@@ -2,12 +2,13 @@
 
 import math
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, Gates, Recurrent, gated_delta
+from gated_delta import GDN, Chunked, Gates, Recurrent, gated_delta
 from gated_delta.testing import equations, quick_jit
 
 TIME, HEADS, KEY_DIM, VALUE_DIM, DOCUMENTS = 1024, 2, 64, 64, 24
@@ -104,3 +105,60 @@ def test_each_token_costs_a_small_part_of_a_state(backend, share):
         held.append(memory.temp_size_in_bytes)
     per_token = (held[1] - held[0]) / 1024 / np.float32(0).nbytes
     assert 0 < per_token < share * 64 * 64
+
+
+# ---- long sequences --------------------------------------------------------------------------------------------------
+
+LONG, SEGMENT = 1 << 17, 1024
+
+
+@pytest.mark.parametrize("backend", [Chunked(residuals=kept) for kept in ("solves", "states", "none", "all")], ids=str)
+@pytest.mark.parametrize("gates", ["head", "channel"])
+def test_nor_does_one_of_128k_tokens(backend, gates):
+    size, equation = largest(backend, "none", gates, LONG)
+    assert size <= allowed(backend, "none", gates, LONG) < LONG * HEADS * KEY_DIM * VALUE_DIM / 4, equation
+
+
+def in_segments(mixer, x):
+    """The sum of a layer's outputs over a long sequence, `[time, model]`, and nothing kept but the state before each
+    segment."""
+
+    @jax.checkpoint
+    def body(state, segment):
+        out, state = mixer(segment, state)
+        return state, jnp.sum(out**2)
+
+    _, sums = jax.lax.scan(body, mixer.init_state(), x.reshape(-1, min(SEGMENT, x.shape[0]), x.shape[1]))
+    return jnp.sum(sums)
+
+
+def layer():
+    return GDN(32, key_heads=1, key_dim=32, value_dim=32, key=jax.random.key(0))
+
+
+def held_in_segments(function, time: int) -> int:
+    """Bytes of what the compiled program holds beside arguments and results."""
+    mixer = eqx.filter_eval_shape(layer)
+    x = jax.ShapeDtypeStruct((time, 32), jnp.float32)
+    return quick_jit(function).lower(mixer, x).compile().memory_analysis().temp_size_in_bytes
+
+
+def test_a_million_tokens_forward_in_segments_hold_what_a_few_thousand_do():
+    few, many = (held_in_segments(in_segments, time) for time in (4 * SEGMENT, 1 << 20))
+    assert many <= few + 16 * (1 << 20) / SEGMENT  # one number for each segment
+
+
+def test_training_in_segments_holds_one_state_for_each():
+    few, many = (held_in_segments(jax.grad(in_segments), time) for time in (4 * SEGMENT, LONG))
+    state = sum(x.nbytes for x in jax.tree.leaves(layer().init_state()))
+    assert many - few <= 1.25 * state * (LONG // SEGMENT - 4)
+    assert many < LONG * 32 * 32 * 4 / 50
+
+
+def test_segments_have_the_loss_and_the_gradient_of_one_call():
+    mixer, x = layer(), jax.random.normal(jax.random.key(1), (3 * SEGMENT, 32))
+    whole = jax.value_and_grad(lambda mixer, x: jnp.sum(mixer(x)[0] ** 2), argnums=(0, 1))
+    expected = quick_jit(whole)(mixer, x)
+    actual = quick_jit(jax.value_and_grad(in_segments, argnums=(0, 1)))(mixer, x)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5 * np.abs(other).max())
