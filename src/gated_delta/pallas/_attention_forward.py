@@ -1,0 +1,388 @@
+"""The forward attention kernel: the softmax of a block of queries over the keys it sees, tile by tile.
+
+Scores stand as `[keys, queries]`: maxima and sums are taken over rows, a number per query is a row that needs no copies
+over lanes, and the weights are the stationary operand of their product with the values, which fills a matrix unit of
+256 x 256 at a width of 128 too.
+
+**The anchor.** Weights are `2^(score - anchor)`. Any anchor gives the exact softmax as long as nothing overflows or
+vanishes, so it need not be the maximum: it begins as the largest score of a query with a few keys, seen or not, and
+in every step of the walk it is raised to the largest score of the tile before. So no weight waits for a maximum, and
+most tiles have none. At the end the sums are looked at: where one is outside of `[2^-80, 2^60]`, the block is done
+again with the true maximum of every tile.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gated_delta._heads import LANES
+
+from ._attention_layout import (
+    LOG2_E,
+    Plan,
+    Work,
+    compiler_params,
+    fold,
+    load_visits,
+    one_after_another,
+    product,
+    repeat_lanes,
+    slabs,
+    turn,
+    visible,
+    weave,
+)
+from ._layout import like
+
+
+_LEAST = -1e30  # an anchor before there is one
+
+
+class _Tile(NamedTuple):
+    """A tile of scores."""
+
+    slot: int  # where its scores and weights are kept
+    first: Any  # its first key
+    row: int  # of its step that this key is
+    queries: int  # which tile of queries
+    masked: bool
+    begins: bool  # the first of its queries in a step raises their anchor
+    ends: bool  # the last one finds what that is raised to
+
+
+class _Block:
+    """The work of one grid step."""
+
+    def __init__(self, plan: Plan, refs):
+        self.plan, self.sizes = plan, plan.sizes
+        refs = list(refs)
+        visits_ref, offset_ref = refs.pop(0), refs.pop(0) if plan.has_offset else None
+        self.q_ref, self.k_ref, self.v_ref = (refs.pop(0).at[0, 0] for _ in range(3))
+        has_segments = plan.rule.has_segments
+        self.query_segments, self.key_segments = (refs.pop(0) if has_segments else None for _ in range(2))
+        self.out_ref, self.lse_ref = refs.pop(0).at[0, 0], refs.pop(0).at[0, 0]
+        self.segment_columns = refs.pop() if has_segments else None
+        self.vT, self.qT, self.scores, self.weights, self.acc, self.anchor, self.most, self.fade, self.total = refs
+        batch, block, blocks = pl.program_id(0), pl.program_id(3), pl.num_programs(3)
+        self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
+        self.block = block
+        self.position = block * self.sizes.block + (0 if offset_ref is None else offset_ref[batch])
+        self.keys, self.key_dim = self.k_ref.shape
+
+    def run(self):
+        self.begin()
+        self.walk()
+        pl.when(self.is_bad())(self.exactly)
+        self.end()
+
+    # ---- before and after
+
+    def begin(self):
+        tile = self.sizes.tile
+        pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))(lambda: turn(self.vT, self.v_ref, tile))
+        for r in range(self.sizes.row_tiles):
+            rows = self.sizes.rows(r)
+            q = self.q_ref[rows, :].astype(jnp.float32) * self.factor
+            high = q.astype(self.qT.dtype)
+            self.qT[: self.key_dim, rows] = high.T
+            if self.is_split:
+                self.qT[self.key_dim :, rows] = (q - high.astype(q.dtype)).astype(self.qT.dtype).T
+        self.reset()
+        for r in range(self.sizes.row_tiles):
+            rows = self.sizes.rows(r)
+            few = self.finished(self.raw_scores(self.key(0), min(64, tile), rows))
+            self.anchor[:, rows] = jnp.broadcast_to(jnp.max(few, axis=0, keepdims=True), (8, tile))
+        self.most[...] = self.anchor[...]
+
+    def reset(self):
+        for ref in (self.acc, self.total, self.weights):
+            ref[...] = jnp.zeros_like(ref)
+        self.fade[...] = jnp.ones_like(self.fade)
+
+    def end(self):
+        total = jnp.sum(self.total[...], axis=0, keepdims=True)
+        has_any = total > 0
+        total = jnp.where(has_any, total, 1.0)
+        self.lse_ref[...] = jnp.where(has_any, (self.anchor[0:1] + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        share = jnp.where(has_any, 1 / total, 0.0)
+        for r in range(self.sizes.row_tiles):
+            rows = self.sizes.rows(r)
+            self.out_ref[rows, :] = (self.acc[:, rows] * share[:, rows]).astype(self.out_ref.dtype).T
+
+    def is_bad(self):
+        """Whether an anchor was too far from a query's largest score, or a sum of values overflowed."""
+        total = jnp.sum(self.total[...], axis=0, keepdims=True)
+        fine = (total >= 2.0**-80) & (total <= 2.0**60)
+        if self.query_segments is not None:
+            fine |= self.query_segments[0] < 0  # padding sees nothing
+        if self.plan.real_queries is not None:
+            query = self.block * self.sizes.block + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
+            fine |= query >= self.plan.real_queries
+        overflow = jnp.sum(0 * fold(jnp.add, slabs(self.acc[...])), axis=0, keepdims=True)
+        return jnp.min(jnp.where(fine & (overflow == 0), 1.0, 0.0)) == 0
+
+    # ---- the walk
+
+    def walk(self):
+        plan, lead = self.plan, self.sizes.lead
+        whole, steps = self.visits.whole_steps, self.visits.steps
+        for tile in self.tiles(0)[:lead]:
+            one_after_another(self.score(tile))
+        if plan.has_whole_steps:
+            pl.loop(0, whole)(functools.partial(self.step, masked=False))
+        if plan.has_masked_steps:
+            pl.loop(whole, steps)(functools.partial(self.step, masked=True))
+        left = self.behind(steps)
+        if plan.diagonal:
+            left = self.in_order(left, self.diagonal_tiles(), [])
+        for tile in left:
+            one_after_another(self.gather(tile))
+
+    def step(self, i, masked: bool):
+        sizes = self.sizes
+        if masked and self.key_segments is not None:
+            for j in range(sizes.key_tiles):
+                row = self.key_segments[0, :, pl.ds(self.key(i, j), sizes.tile)]
+                self.segment_columns[sizes.rows(j), :] = jnp.broadcast_to(row, (LANES, sizes.tile)).T
+        self.in_order(self.behind(i), self.tiles(i, masked), self.tiles(i + 1)[: sizes.lead])
+
+    def in_order(self, before: list[_Tile], tiles: list[_Tile], ahead: list[_Tile]) -> list[_Tile]:
+        """The weights of all `tiles`, beside products with values `lead` tiles before and scores as many ahead; the
+        tiles whose products are left."""
+        lead = self.sizes.lead
+        row = [*before, *tiles, *ahead]
+        for t, tile in enumerate(tiles):
+            if lead == 0:
+                one_after_another(self.score(tile), self.weigh(tile), self.gather(tile))
+            else:
+                weave(self.gather(row[t]), *map(self.score, row[t + 2 * lead :][:1]), self.weigh(tile))
+        return row[len(tiles) :][:lead]
+
+    def behind(self, i) -> list[_Tile]:
+        """Of the step before, those whose products are left when the `i`-th begins. Before the first their weights are
+        zeros."""
+        tiles = self.tiles(i - 1)
+        return tiles[len(tiles) - self.sizes.lead :]
+
+    def tiles(self, i, masked: bool = False) -> list[_Tile]:
+        sizes, last = self.sizes, self.sizes.key_tiles - 1
+        return [
+            _Tile(t % sizes.slots, self.key(i, j), j * sizes.tile, r, masked, j == 0, j == last)
+            for t, (j, r) in enumerate(sizes.tiles)
+        ]
+
+    def diagonal_tiles(self) -> list[_Tile]:
+        sizes = self.sizes
+        pairs = [(j, r) for j in range(sizes.row_tiles) for r in range(j, sizes.row_tiles)]
+        first = self.block * sizes.block
+        return [
+            _Tile(t % sizes.slots, pl.multiple_of(first + j * sizes.tile, sizes.tile), 0, r, j == r, j == 0, False)
+            for t, (j, r) in enumerate(pairs)
+        ]
+
+    def key(self, i, j: int = 0):
+        """The first key of tile `j` of the `i`-th step of the walk."""
+        step = jnp.clip(self.visits.step(i), 0, self.keys // self.sizes.step - 1)
+        return pl.multiple_of(step * self.sizes.step + j * self.sizes.tile, self.sizes.tile)
+
+    # ---- the work of a tile
+
+    def score(self, tile: _Tile) -> Work:
+        count = min(self.sizes.tile, 128 if self.key_dim <= 128 else 256)
+
+        def piece(c):
+            rows = self.sizes.rows(tile.queries)
+            self.scores[tile.slot, c : c + count, :] = self.raw_scores(tile.first + c, count, rows)
+
+        return [functools.partial(piece, c) for c in range(0, self.sizes.tile, count)]
+
+    def weigh(self, tile: _Tile) -> Work:
+        size, rows = self.sizes.tile, self.sizes.rows(tile.queries)
+        count = min(size, 32)
+        now = {}
+
+        def begin():
+            now["anchor"], now["total"], now["most"] = self.anchor[:, rows], self.total[:, rows], []
+            if tile.begins:
+                raised = jnp.maximum(now["anchor"], jnp.max(self.most[:, rows], axis=0, keepdims=True))
+                fade = jnp.exp2(now["anchor"] - raised)
+                self.anchor[:, rows], self.fade[:, rows] = raised, fade
+                now["anchor"], now["total"] = raised, now["total"] * fade
+
+        def piece(c):
+            x = slabs(self.finished(self.scores[tile.slot, c : c + count, :]))
+            if tile.masked:
+                x = self.masked(x, tile, c)
+            weights = [jnp.exp2(slab - now["anchor"]) for slab in x]
+            now["total"] = now["total"] + fold(jnp.add, weights)
+            self.weights[tile.slot, c : c + count, :] = jnp.concatenate(weights).astype(self.weights.dtype)
+            if tile.ends:
+                now["most"] = [fold(jnp.maximum, [*x, *now["most"]])]
+
+        def end():
+            self.total[:, rows] = now["total"]
+            if tile.ends:
+                self.most[:, rows] = now["most"][0]
+
+        return [begin, *(functools.partial(piece, c) for c in range(0, size, count)), end]
+
+    def gather(self, tile: _Tile) -> Work:
+        rows, value_dim = self.sizes.rows(tile.queries), self.acc.shape[0]
+        count = value_dim if value_dim <= 256 else 128
+
+        def piece(c):
+            values = self.vT[c : c + count, pl.ds(tile.first, self.sizes.tile)]
+            old = self.acc[c : c + count, rows]
+            if tile.begins:
+                old = jnp.concatenate([slab * self.fade[:, rows] for slab in slabs(old)])
+            self.acc[c : c + count, rows] = old + product(values, self.weights[tile.slot], self.plan)
+
+        return [functools.partial(piece, c) for c in range(0, value_dim, count)]
+
+    def exactly(self):
+        """All of it again, with the true maximum of every tile: in any order, whatever the scores."""
+        sizes, plan = self.sizes, self.plan
+        self.reset()
+        self.anchor[...] = jnp.full_like(self.anchor, _LEAST)
+        first, last = (x * sizes.key_tiles for x in (self.visits.first, self.visits.last))
+        if plan.diagonal:
+            first, last = 0, (self.block + 1) * sizes.row_tiles
+
+        @pl.loop(first, last)
+        def _(j):
+            key = pl.multiple_of(j * sizes.tile, sizes.tile)
+            if self.key_segments is not None:
+                row = self.key_segments[0, :, pl.ds(key, sizes.tile)]
+                self.segment_columns[: sizes.tile, :] = jnp.broadcast_to(row, (LANES, sizes.tile)).T
+            for r in range(sizes.row_tiles):
+                tile, rows = _Tile(0, key, 0, r, True, True, True), sizes.rows(r)
+                one_after_another(self.score(tile))
+                x = slabs(self.finished(self.scores[0]))
+                self.most[:, rows] = fold(jnp.maximum, self.masked(x, tile, 0))
+                one_after_another(self.weigh(tile), self.gather(tile))
+
+    # ---- scores
+
+    @property
+    def is_split(self) -> bool:
+        return is_split(self.plan, self.key_dim)
+
+    @property
+    def is_scaled_late(self) -> bool:
+        return self.plan.operand == "bfloat16" and not self.is_split
+
+    @property
+    def factor(self) -> float:
+        """Of scores: then, or behind the cap, they are in units of the logarithm to base 2."""
+        plan = self.plan
+        return plan.scale * LOG2_E if plan.softcap is None else plan.scale / plan.softcap
+
+    def raw_scores(self, first, count: int, rows: slice):
+        keys = self.k_ref[pl.ds(first, count), :]
+        if self.is_split:
+            keys = jnp.concatenate([keys, keys], axis=1)
+        return product(keys, self.qT[:, rows], self.plan)
+
+    def finished(self, x):
+        if self.is_scaled_late:
+            x = x * self.factor
+        return x if self.plan.softcap is None else jnp.tanh(x) * (self.plan.softcap * LOG2_E)
+
+    def masked(self, x: list, tile: _Tile, c: int) -> list:
+        """Slabs of eight keys, from the `c`-th of the tile on: `-inf` where they are not seen."""
+        size, rows = self.sizes.tile, self.sizes.rows(tile.queries)
+        row, column = (jax.lax.broadcasted_iota(jnp.int32, (8, size), axis) for axis in (0, 1))
+        query_segment = key_segment = None
+        if self.query_segments is not None:
+            query_segment = self.query_segments[0, :, rows]
+        out = []
+        for i, slab in enumerate(x):
+            at = c + 8 * i
+            if self.segment_columns is not None:
+                begin = tile.row + at
+                key_segment = repeat_lanes(self.segment_columns[begin : begin + 8, :], size)
+            query = self.position + rows.start - tile.first - at
+            real = None if self.plan.rule.real_keys is None else row < self.plan.rule.real_keys - tile.first - at
+            seen = visible(self.plan.rule, query, row - column, query_segment, key_segment, real)
+            out.append(slab if seen is None else jnp.where(seen, slab, -jnp.inf))
+        return out
+
+
+def is_split(plan: Plan, key_dim: int) -> bool:
+    """Whether scaled queries are two bfloat16 numbers that sum up: where the matrix unit has room for both."""
+    return plan.operand == "bfloat16" and key_dim == LANES
+
+
+# ---- the call --------------------------------------------------------------------------------------------------------
+
+
+def _body(plan: Plan, *refs):
+    _Block(plan, refs).run()
+
+
+def forward(plan: Plan, q, k, v, visits, offset, segments, out_dtype):
+    """Outputs `[batch, query_heads, time, value_dim]` and log-sum-exps `[batch, query_heads, 1, time]`, of whole blocks.
+
+    - `visits`: `[batch or 1, blocks, 4]`, of `_attention_layout.visits`.
+    - `offset`: `[batch]` or `None`.
+    - `segments`: of queries and of keys, `[batch, 1, time]` each, or `None`.
+    """
+    batch, heads, time, key_dim = q.shape
+    kv_heads, keys, value_dim = v.shape[1:]
+    sizes, group = plan.sizes, heads // kv_heads
+    scalars = [visits.reshape(-1), *([] if offset is None else [offset])]
+
+    def of_query(b, h, g, i, *_):
+        return b, h * group + g, i, 0
+
+    def of_row(b, h, g, i, *_):
+        return b, h * group + g, 0, i
+
+    def of_key(b, h, g, i, *_):
+        return b, h, 0, 0
+
+    inputs = [q, k, v]
+    specs = [pl.BlockSpec((1, 1, sizes.block, key_dim), of_query)]
+    specs += [pl.BlockSpec((1, 1, keys, x.shape[3]), of_key) for x in (k, v)]
+    columns = []
+    if segments is not None:
+        inputs += segments
+        specs += [
+            pl.BlockSpec((1, 1, sizes.block), lambda b, h, g, i, *_: (b, 0, i)),
+            pl.BlockSpec((1, 1, keys), lambda b, h, g, i, *_: (b, 0, 0)),
+        ]
+        columns = [pltpu.VMEM((sizes.step, LANES), jnp.int32)]
+    tile = (sizes.slots, sizes.tile, sizes.tile)
+    row = pltpu.VMEM((8, sizes.block), jnp.float32)
+    return pl.pallas_call(
+        functools.partial(_body, plan),
+        out_shape=(
+            like((batch, heads, time, value_dim), out_dtype, *inputs),
+            like((batch, heads, 1, time), jnp.float32, *inputs),
+        ),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=(batch, kv_heads, group, time // sizes.block),
+            in_specs=specs,
+            out_specs=[
+                pl.BlockSpec((1, 1, sizes.block, value_dim), of_query),
+                pl.BlockSpec((1, 1, 1, sizes.block), of_row),
+            ],
+            scratch_shapes=[
+                pltpu.VMEM((value_dim, keys), v.dtype),
+                pltpu.VMEM((key_dim * (2 if is_split(plan, key_dim) else 1), sizes.block), q.dtype),
+                pltpu.VMEM(tile, jnp.float32),
+                pltpu.VMEM(tile, v.dtype),
+                pltpu.VMEM((value_dim, sizes.block), jnp.float32),
+                *[row] * 4,
+                *columns,
+            ],
+        ),
+        compiler_params=compiler_params(),
+        interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
+        name="softmax_attention_forward",
+    )(*scalars, *inputs)

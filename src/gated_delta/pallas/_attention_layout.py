@@ -1,0 +1,255 @@
+"""What both attention kernels share: sizes, which keys a block of queries visits, the order of work in a block.
+
+The grid is (batch, key and value head, head of its group, block of queries). A grid step keeps all keys and values of
+its head in vector memory and walks over those its queries may see, in steps of several tiles of scores: first steps
+that every query sees whole, without a mask, then the others. Arrays are `[batch, heads, time, dim]`.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from gated_delta._heads import LANES
+from gated_delta.attention._backend import is_visible
+
+from ._layout import VMEM_LIMIT_BYTES
+
+LOG2_E = float(np.log2(np.e))
+Work = list[Callable[[], None]]
+"""Small pieces of a stage for one tile, in order."""
+
+
+class Rule(NamedTuple):
+    """Which keys a query sees, as far as that is static."""
+
+    causal: bool
+    window: int | None
+    has_segments: bool
+    real_keys: int | None  # behind which keys are padding that no other rule hides
+
+
+class Sizes(NamedTuple):
+    """Queries of a grid step, keys of a loop step, rows and columns of a tile of scores."""
+
+    block: int
+    step: int
+    tile: int
+
+    @property
+    def row_tiles(self) -> int:
+        return self.block // self.tile
+
+    @property
+    def key_tiles(self) -> int:
+        return self.step // self.tile
+
+    def rows(self, r: int) -> slice:
+        """Of a tile in its block."""
+        return slice(r * self.tile, (r + 1) * self.tile)
+
+    @property
+    def tiles(self) -> list[tuple[int, int]]:
+        """Of a loop step: (tile of keys, tile of queries), in order."""
+        return [(j, r) for j in range(self.key_tiles) for r in range(self.row_tiles)]
+
+    @property
+    def lead(self) -> int:
+        """How many tiles the scores are ahead of the weights, and these of the products with values."""
+        return 2 if len(self.tiles) % 4 == 0 else 0
+
+    @property
+    def slots(self) -> int:
+        """Tiles of scores, or weights, that are kept."""
+        return 4 if self.lead else 1
+
+
+class Plan(NamedTuple):
+    """Everything static about a call."""
+
+    sizes: Sizes
+    rule: Rule
+    real_queries: int | None  # behind which queries are padding
+    has_offset: bool
+    diagonal: bool  # masks are needed on the diagonal only, which begins with the block
+    has_whole_steps: bool
+    has_masked_steps: bool
+    scale: float
+    softcap: float | None
+    precision: str
+    operand: str
+    interpret: bool | pltpu.InterpretParams
+
+    @property
+    def varies(self) -> bool:
+        """Whether rows of the batch visit different keys."""
+        return self.has_offset or self.rule.has_segments
+
+
+# ---- which keys a block visits ---------------------------------------------------------------------------------------
+
+
+class Visits(NamedTuple):
+    """Of one block of queries, in loop steps of keys: `[first, last)`, of which `[whole, masked)` need no mask."""
+
+    first: Any
+    whole: Any
+    masked: Any
+    last: Any
+
+    @property
+    def whole_steps(self):
+        return self.masked - self.whole
+
+    @property
+    def steps(self):
+        return self.last - self.first
+
+    def step(self, i):
+        """The place among the keys of the `i`-th step of the walk; before the first and behind the last it is near."""
+        before = self.whole - self.first
+        j = i - self.whole_steps
+        masked = jnp.where(j < before, self.first + j, self.masked + j - before)
+        return jnp.where(i < self.whole_steps, self.whole + i, masked)
+
+
+def visits(plan: Plan, blocks: int, steps: int, offset, query_segments, key_segments):
+    """`[batch or 1, blocks, 4]`: `Visits` of every block. Computed by numpy where nothing is traced."""
+    sizes, rule = plan.sizes, plan.rule
+    xp = np if offset is None and query_segments is None else jnp
+    begin = sizes.block * xp.arange(blocks, dtype=np.int32)[None, :, None]
+    if offset is not None:
+        begin = begin + offset[:, None, None]
+    end = begin + sizes.block - 1
+    key = sizes.step * xp.arange(steps, dtype=np.int32)[None, None]
+    key_end = key + sizes.step - 1
+    some, whole = begin >= begin + 0 * key, begin >= begin + 0 * key  # true, of the full shape
+    if rule.causal:
+        some, whole = some & (key <= end), whole & (key_end <= begin)
+    if rule.window is not None:
+        some, whole = some & (begin - key_end < rule.window), whole & (end - key < rule.window)
+        if not rule.causal:
+            some, whole = some & (key - end < rule.window), whole & (key_end - begin < rule.window)
+    if rule.real_keys is not None:
+        some, whole = some & (key < rule.real_keys), whole & (key_end < rule.real_keys)
+    if query_segments is not None:
+        least, most, pure = _spans(query_segments, blocks)
+        key_least, key_most, key_pure = _spans(key_segments, steps)
+        least, most, pure = (x[:, :, None] for x in (least, most, pure))
+        key_least, key_most, key_pure = (x[:, None] for x in (key_least, key_most, key_pure))
+        some = some & (least <= key_most) & (key_least <= most)
+        whole = whole & pure & key_pure & (least == key_least) & (most == key_most) & (least == most)
+    return _runs(xp, some, whole & some, plan.diagonal)
+
+
+def _runs(xp, some, whole, ends_whole: bool):
+    """Of each block, the steps from the first that it sees some of to the last, and the first run it sees whole."""
+    steps = some.shape[2]
+    place = xp.arange(steps, dtype=np.int32)[None, None]
+    first = xp.where(some, place, steps).min(axis=2)
+    last = xp.maximum(xp.where(some, place + 1, 0).max(axis=2), first)
+    begin = xp.where(whole, place, steps).min(axis=2)
+    end = xp.where(~whole & (place >= begin[:, :, None]), place, steps).min(axis=2)
+    has_whole = begin < steps
+    begin, end = xp.where(has_whole, begin, first), xp.where(has_whole, end, first)
+    return xp.stack([first, begin, end, end if ends_whole else last], axis=-1).astype(np.int32)
+
+
+def _spans(segments, count: int):
+    """Least and largest segment of each of `count` runs, and whether there is no padding in it."""
+    runs = segments.reshape(segments.shape[0], count, -1)
+    real = runs >= 0
+    least = jnp.where(real, runs, np.iinfo(np.int32).max).min(axis=2)
+    return least, runs.max(axis=2), real.all(axis=2)
+
+
+def load_visits(ref, index) -> Visits:
+    return Visits(*(ref[4 * index + i] for i in range(4)))
+
+
+def visible(rule: Rule, query, key, query_segment, key_segment, real):
+    """`is_visible`, where `real`."""
+    seen = is_visible(query, key, query_segment, key_segment, causal=rule.causal, window=rule.window)
+    return seen if real is None else real if seen is None else seen & real
+
+
+# ---- the order of work -----------------------------------------------------------------------------------------------
+
+
+def weave(*streams: Work):
+    """Do all of it, the pieces of every stream spread evenly over the whole: what stands side by side in the program
+    runs side by side."""
+    places = [((i + 0.5) / len(stream), s, piece) for s, stream in enumerate(streams) for i, piece in enumerate(stream)]
+    for *_, piece in sorted(places, key=lambda place: place[:2]):
+        piece()
+
+
+def one_after_another(*streams: Work):
+    for stream in streams:
+        for piece in stream:
+            piece()
+
+
+def product(a, b, plan: Plan, turned: bool = False):
+    """`a @ b`, or `a @ b.T`, in float32."""
+    return lax.dot_general(
+        a,
+        b,
+        (((1,), (1 if turned else 0,)), ((), ())),
+        precision=lax.Precision.HIGHEST if plan.operand == "float32" and plan.precision != "default" else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def slabs(x) -> list:
+    """Its rows, eight at a time: whole registers."""
+    return [x[i : i + 8] for i in range(0, x.shape[0], 8)]
+
+
+def repeat_lanes(x, width: int):
+    """`[rows, 128]`, equal over lanes, as `[rows, width]`."""
+    return x[:, :width] if width <= LANES else jnp.concatenate([x] * (width // LANES), axis=1)
+
+
+def fold(operation, parts: Sequence):
+    """A tree of `operation` over all parts."""
+    parts = list(parts)
+    while len(parts) > 1:
+        odd = parts[-1:] if len(parts) % 2 else []
+        parts = [operation(a, b) for a, b in zip(parts[::2], parts[1::2])] + odd
+    return parts[0]
+
+
+def turn(ref, source, chunk: int):
+    """`ref[...] = source.T` of `[rows, dim]`, `chunk` rows at a time."""
+
+    @pl.loop(0, source.shape[0] // chunk)
+    def _(i):
+        rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
+        ref[:, rows] = source[rows, :].T
+
+
+def compiler_params():
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+    )
+
+
+# ---- from the outer layout -------------------------------------------------------------------------------------------
+
+
+def head_major(x, length: int):
+    """`[batch, time, heads, dim]` as `[batch, heads, length, dim]`, padded with zeros."""
+    x = jnp.pad(x, [(0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)])
+    return jnp.swapaxes(x, 1, 2)
+
+
+def pad_time(x, length: int, fill=0):
+    """`[..., time]` up to `length`."""
+    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])], constant_values=fill)
