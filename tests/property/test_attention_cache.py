@@ -100,7 +100,7 @@ def cuts(draw):
 
 
 @pytest.mark.smoke
-@kinds
+@quick_kinds
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**16), lengths=cuts())
 def test_pieces_of_any_lengths_are_the_whole(kind, seed, lengths):
@@ -123,6 +123,7 @@ def test_token_by_token_is_the_whole(kind):
     assert_close(found, {name: wanted[name] for name in found}, problem)
 
 
+@pytest.mark.slow
 def test_pages_are_a_cache_side_by_side_bit_for_bit():
     """In whatever order the pages lie, where the sums are the same."""
     arrays, lengths = arrays_of(2), np.array([[5, 3, 0], [5, 5, 5], [1, 5, 5], [5, 4, 5]])

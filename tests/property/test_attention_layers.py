@@ -37,6 +37,9 @@ FULL = AttentionConfig(
 RING = dataclasses.replace(FULL, window=4, capacity=None, qk_norm="all", norm_one_plus=False, output_gate="silu")
 CONFIGS = {"full": FULL, "ring": RING}
 configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+quick_configs = pytest.mark.parametrize(
+    "config", [pytest.param(FULL, marks=pytest.mark.slow), RING], ids=CONFIGS.keys()
+)
 
 
 @functools.cache
@@ -127,7 +130,7 @@ def test_the_layer_is_its_formula(config):
 
 
 @pytest.mark.smoke
-@configs
+@quick_configs
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, TIME))
 def test_a_state_goes_on_at_any_cut(config, seed, cut):
@@ -144,7 +147,7 @@ def test_a_state_goes_on_at_any_cut(config, seed, cut):
         np.testing.assert_allclose(getattr(state, name), getattr(end, name), atol=1e-5, err_msg=name)
 
 
-@configs
+@quick_configs
 def test_steps_are_the_whole_and_keep_shapes_and_dtypes(config):
     x, mixer = inputs(), mixer_of(config)
     whole, end = runner(config)(x, None, None, None)
@@ -158,13 +161,20 @@ def test_steps_are_the_whole_and_keep_shapes_and_dtypes(config):
     )
     np.testing.assert_allclose(jnp.swapaxes(outs, 0, 1), whole, atol=1e-5)
     np.testing.assert_array_equal(state.count, end.count)
-    out, single = stepper(config)(x[0, 0], mixer.init_state())
+
+
+def test_a_sequence_without_a_batch_is_a_batch_of_one():
+    x, mixer = inputs(), mixer_of(RING)
+    whole, states = runner(RING)(x, None, None, None)
+    out, state = runner(RING)(x[0], None, None, None)
+    np.testing.assert_allclose(out, whole[0], atol=1e-5)
+    assert state.keys.shape == states.keys.shape[1:] and state.count.shape == ()
+    out, state = stepper(RING)(x[0, 0], mixer.init_state())
     np.testing.assert_allclose(out, whole[0, 0], atol=1e-5)
-    assert single.keys.shape == state.keys.shape[1:] and single.count.shape == ()
-    np.testing.assert_allclose(quick_jit(lambda x: mixer(x)[0])(x[0]), whole[0], atol=1e-5)
+    assert state.keys.shape == states.keys.shape[1:] and state.count.shape == ()
 
 
-@configs
+@quick_configs
 def test_documents_are_what_they_are_alone_and_padding_is_nothing(config):
     """With a state, which goes on in the first document; the state returned is that of the last."""
     x, run, mixer = inputs(3), runner(config), mixer_of(config)
@@ -260,6 +270,7 @@ def test_prefill_pools_and_pages_give_what_the_layer_gives():
             np.testing.assert_allclose(out, whole[np.arange(ROWS), lengths + ahead], atol=1e-5)
 
 
+@pytest.mark.slow
 def test_dtypes_follow_x_and_states_keep_theirs():
     x, mixer = jnp.asarray(inputs(), jnp.bfloat16), mixer_of(FULL)
     run = quick_jit(lambda x, state: mixer(x, state))
@@ -337,6 +348,7 @@ def test_what_does_not_fit_is_said():
         mixer(x[0], mask=np.ones((2, 3), bool))
 
 
+@pytest.mark.slow
 def test_a_state_without_room_says_so_by_nan():
     _, full = runner(PLAIN)(inputs(), None, None, None)
     assert isinstance(full, KVCache) and full.capacity == TIME

@@ -63,6 +63,7 @@ def test_jit_takes_sharded_arrays_and_keeps_their_sharding(kind, backend):
             assert x.sharding.is_equivalent_to(NamedSharding(here, SPEC), x.ndim)
 
 
+@pytest.mark.slow
 @kinds
 @backends
 def test_inside_shard_map_each_device_does_its_rows_and_heads(kind, backend):
@@ -92,8 +93,9 @@ def test_a_cache_may_be_sharded_too(kind):
         return first, second, cache
 
     with jax.set_mesh(here):
-        spread = KVCache(*placed(here, (cache.keys, cache.values)), placed(here, cache.count, P("rows")), None)
-        spread = KVCache(spread.keys, spread.values, spread.count, placed(here, cache.lost, P("rows", "heads")))
+        keys, values = placed(here, (cache.keys, cache.values))
+        count, lost = placed(here, cache.count, P("rows")), placed(here, cache.lost, P("rows", "heads"))
+        spread = KVCache(keys, values, count, lost)
         first, second, spread = quick_jit(run)(placed(here, problem.arrays()), spread)
     found = {"out": np.concatenate([first, second], axis=1)}
     assert_close(found, {"out": problem.expected()["out"]}, problem)
