@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +13,9 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import Chunked, Recurrent
+from gated_delta import Chunked, Recurrent, gated_delta
 from gated_delta.sharding import ContextParallel, context_parallel_gated_delta
-from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, assert_close, expected, quick_jit
+from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, assert_close, collectives, expected, quick_jit
 
 from .meshes import SHAPES, make_mesh, place
 from .subjects import INTERPRETED
@@ -208,6 +209,56 @@ def test_any_lengths_documents_and_gates(devices, data):
 def test_bfloat16(name):
     problem = problem_of(name, packed=True, dtype="bfloat16", key_dim=16, value_dim=16, time=21)
     check_over(along_context(4), problem, backend=Chunked(16))
+
+
+BAD = [("v", (0, 5, 1, 0)), ("k", (1, 9, 0, 2)), ("erase", (0, 15, 0, 1)), ("initial_state", (1, 0, 2, 1))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, index", BAD)
+@pytest.mark.parametrize("exchange", ["ring", "steps"])
+def test_a_token_that_is_not_finite_spoils_its_document_on_every_device(name, index, exchange):
+    """What it does on one device: outputs, states and gradients, NaN for NaN."""
+    problem = problem_of("gdn2", batch=2, time=24)
+    problem = dataclasses.replace(problem, documents=((3, 9, 12), (20, 4)))
+    arguments, cotangents = split_arguments(problem, 4)
+    if name == "erase":
+        gates = arguments["gates"]
+        arguments["gates"] = eqx.tree_at(lambda g: g.erase, gates, gates.erase.at[index].set(jnp.nan))
+    else:
+        arguments[name] = jnp.asarray(arguments[name]).at[index].set(jnp.inf)
+    mesh = along_context(4)
+    actual = split_run(mesh, tuple(arguments), (("backend", Chunked(16)), ("exchange", exchange)))(
+        arguments, cotangents
+    )
+
+    ids = arguments.pop("segment_ids")
+    out, pull = jax.vjp(lambda floats: gated_delta(**floats, segment_ids=ids, backend=Chunked(16)), arguments)
+    expected = out, pull(cotangents)[0]
+    assert np.isnan(out[0]).any()
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, e, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("exchange", ["ring", pytest.param("steps", marks=pytest.mark.slow)])
+def test_what_is_sent_does_not_depend_on_the_number_of_tokens(exchange):
+    """A ring sends one state from each device to the next, forth and back, and nothing else is sent."""
+    devices, sent = 4, []
+    for time in (24, 96):
+        problem = problem_of("gdn", time=time)
+        arguments, cotangents = split_arguments(problem, devices)
+        run = split_run(along_context(devices), tuple(arguments), (("backend", Chunked(16)), ("exchange", exchange)))
+        found = collectives(run.lower(arguments, cotangents).compile())
+        sent.append(sorted((c.kind, c.shapes, c.pairs) for c in found))
+    assert sent[0] == sent[1]
+    moved = [shape for kind, shapes, _ in sent[0] for shape in shapes if kind == "collective-permute"]
+    state, matrix = (1, 2, 4, 3), (1, 2, 4, 4)
+    if exchange == "ring":
+        assert moved == 2 * (devices - 1) * [state]
+    else:  # two steps, then one state to the next
+        assert sorted(moved) == sorted(2 * [matrix, state, matrix, state, state])
+    # the final state, and the cotangent of the initial one, are sums over devices
+    assert [kind for kind, _, _ in sent[0] if kind != "collective-permute"] in (["all-reduce"], 2 * ["all-reduce"])
 
 
 def test_a_named_backend_says_why_it_cannot_run():

@@ -1,5 +1,6 @@
 """Layers over many devices: what they give on one, with nothing sent but what it takes."""
 
+import dataclasses
 import functools
 
 import equinox as eqx
@@ -7,10 +8,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import GDN, GDN2, KDA, SLA, Chunked
+from gated_delta import (
+    GDN,
+    GDN2,
+    KDA,
+    SLA,
+    AbstractDecay,
+    AttentionConfig,
+    Chunked,
+    GatedDeltaMixer,
+    HybridConfig,
+    HybridStack,
+    SoftmaxAttention,
+)
 from gated_delta.sharding import local_mixers, mixer_specs, state_specs
 from gated_delta.testing import collectives, quick_jit
 from gated_delta.testing.laws import draw_parameters
@@ -131,6 +144,91 @@ def test_under_jit_only_the_projections_sum_over_devices(kind, name, packed):
     assert [(c.kind, c.shapes) for c in found] == [("all-reduce", ((BATCH // 2, TIME, MODEL),))]
 
 
+# ---- specs -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_part_of_a_device_is_a_mixer_of_its_heads(name):
+    mixer, mesh = make_mixer(name), make_mesh((2, 4), ("data", "model"))
+    own = dataclasses.replace(mixer.config, key_heads=HEADS // 4, value_heads=mixer.config.value_heads // 4)
+    part = eqx.filter_eval_shape(GatedDeltaMixer, own, backend=mixer.backend, key=jax.random.key(0))
+    state, own_state = mixer.init_state(BATCH), part.init_state(BATCH // 2)
+    stacked = jax.tree.map(lambda x: jnp.zeros((3, *x.shape)), mixer)
+    for whole, specs, small, lead in (
+        (mixer, mixer_specs(mixer, mesh), part, ()),
+        (stacked, mixer_specs([stacked], mesh)[0], part, (3,)),
+        (state, state_specs(state, mesh), own_state, ()),
+    ):
+        assert jax.tree.structure(specs) == jax.tree.structure(whole)
+        shapes = jax.tree.map(lambda x, spec: NamedSharding(mesh, spec).shard_shape(x.shape), whole, specs)
+        assert jax.tree.leaves(shapes, is_leaf=lambda x: isinstance(x, tuple)) == [
+            (*lead, *x.shape) for x in jax.tree.leaves(small)
+        ]
+
+
+def test_specs_of_stacks_of_states_and_of_what_is_not_ours():
+    mesh, mixer = make_mesh((2, 4), ("data", "model")), make_mixer("kda")
+    pattern = dict(hidden=8, repeats=3, delta=mixer.config, attention=AttentionConfig(MODEL, query_heads=2, window=4))
+    stack = eqx.filter_eval_shape(HybridStack, HybridConfig("dA", **pattern), key=jax.random.key(0))
+    deltas, attention = mixer_specs(stack, mesh).blocks
+    assert deltas.mixer.v_proj.weight == P(None, "model", None) and deltas.mlp.down.weight == P()
+    assert set(jax.tree.leaves(attention)) == {P()}
+    state, cache = state_specs(eqx.filter_eval_shape(stack.init_state, 4), mesh, axis=0)
+    assert state.recurrent == P("data", None, "model", None, None) and set(jax.tree.leaves(cache)) == {P()}
+
+    class Constant(AbstractDecay):
+        A_log: jax.Array
+        log_decay_min = None
+
+        def __call__(self, x):
+            return jnp.broadcast_to(-jnp.exp(self.A_log)[:, None], (*x.shape[:-1], len(self.A_log), 1))
+
+    strange = eqx.tree_at(lambda m: m.decay, mixer, Constant(jnp.zeros(HEADS)))
+    assert mixer_specs(strange, mesh).decay.A_log == P() and mixer_specs(mixer, mesh).decay.A_log == P("model")
+    everywhere = mixer_specs(mixer, mesh, heads=None)
+    assert all(spec.count(None) == len(spec) for spec in jax.tree.leaves(everywhere))
+
+
+def test_what_does_not_fit_a_mesh_is_refused():
+    mesh = make_mesh((2, 4), ("data", "model"))
+    mixer = eqx.filter_eval_shape(GDN, MODEL, key_heads=6, key_dim=2, key=jax.random.key(0))
+    with pytest.raises(
+        ValueError, match=r"axis 'model' must divide key_heads, but its size is 4 and key_heads is 6: a"
+    ):
+        mixer_specs(mixer, mesh)
+    with pytest.raises(ValueError, match=r"over an axis 'heads', but the axes of the mesh are \('data', 'model'\)"):
+        mixer_specs(mixer, mesh, heads="heads")
+    with pytest.raises(ValueError, match=r"'model' must divide value_heads, but its size is 4 and value_heads is 6"):
+        state_specs(eqx.filter_eval_shape(mixer.init_state, 2), mesh)
+    with pytest.raises(ValueError, match=r"state_specs\(rows='data'\)` splits the batch of states, but a state of one"):
+        state_specs(make_mixer("gdn").init_state(), mesh)
+
+
+def test_local_mixers_say_what_they_need():
+    mesh, mixer, x = make_mesh((2, 4), ("model", "context")), make_mixer("gdn"), inputs_of("gdn", False)[0]
+
+    def inside(function):
+        tokens = P(None, "context")
+        run = jax.shard_map(function, mesh=mesh, in_specs=(P(), tokens), out_specs=tokens)
+        return jax.eval_shape(run, mixer, x)
+
+    with pytest.raises(ValueError, match=r"local_mixers\(context='context'\)` is for the inside of a `jax.shard_map`"):
+        local_mixers(mixer, context="context")
+    with pytest.raises(
+        ValueError, match=r"each of 2 devices to have its share of 8 key heads, .* 32 channels .* has 32"
+    ):
+        inside(lambda mixer, x: local_mixers(mixer, heads="model")(x)[0])
+    offsets = jnp.array([0, TIME // 4])
+    with pytest.raises(ValueError, match=r"`cu_seqlens` have states of their own, which cannot be split over devices"):
+        inside(lambda mixer, x: local_mixers(mixer, context="context")(x[:1], cu_seqlens=offsets)[0])
+    with pytest.raises(ValueError, match=r"there is a `LocalMixer` in the tree"):
+        inside(lambda mixer, x: local_mixers(local_mixers(mixer, context="context"), heads="model")(x)[0])
+    config = AttentionConfig(MODEL, query_heads=2, window=4)
+    attention = eqx.filter_eval_shape(SoftmaxAttention, config, key=jax.random.key(0))
+    with pytest.raises(ValueError, match=r"would leave a `SoftmaxAttention` in the tree"):
+        inside(lambda mixer, x: local_mixers([mixer, attention], context="context")[0](x)[0])
+
+
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,3 +318,21 @@ def test_one_token_more_with_the_heads_of_many_devices():
         placed = [place(mesh, *pair) for pair in ((mixer, parameters), (x[:, 0], P("data")), (state, states))]
         actual = quick_jit(lambda mixer, x, state: mixer.step(x, state))(*placed)
     assert_same(actual, expected)
+
+
+@pytest.mark.slow
+def test_kept_states_are_not_sent_again():
+    mesh, mixer, x = make_mesh((1, 1, 4)), make_mixer("gdn"), inputs_of("gdn", False)[0]
+
+    def permutations(policy):
+        def local(mixer, x):
+            block = lambda mixer, x: local_mixers(mixer, context="context")(x)[0]  # noqa: E731
+            return (block if policy is None else jax.checkpoint(block, policy=policy))(mixer, x)
+
+        run = jax.shard_map(local, mesh=mesh, in_specs=(P(), P(None, "context")), out_specs=P(None, "context"))
+        loss = jax.grad(lambda mixer, x: jnp.sum(run(mixer, x) ** 2))
+        sent = collectives(quick_jit(loss).lower(mixer, x).compile())
+        return sum(c.kind == "collective-permute" and len(c.shapes[0]) == 4 for c in sent)
+
+    kept = jax.checkpoint_policies.save_only_these_names("gated_delta_shard")
+    assert permutations(kept) == permutations(None) < permutations(jax.checkpoint_policies.nothing_saveable)

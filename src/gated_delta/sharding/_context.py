@@ -23,7 +23,7 @@ from jaxtyping import Array, Bool, Float
 from gated_delta._backend import AbstractBackend, Problem, Result, entry_state
 from gated_delta._dispatch import choose
 from gated_delta._explicit import varying_alike
-from gated_delta._finite import mark_outputs, mark_states, spread_damage, take_out
+from gated_delta._finite import contained, mark_outputs, mark_states, spread_damage, take_out
 from gated_delta._gates import Gates
 from gated_delta._op import gated_delta
 from gated_delta._packing import Packing
@@ -48,6 +48,9 @@ class ContextParallel(AbstractBackend):
         state. `"steps"`: maps of states are composed in as many steps as the number of devices has bits. `None`: what
         makes the last device wait for fewer bytes.
     - `continues`: of packed documents, whether the first one of each row is the last one of the shard before.
+
+    The state that entered a shard and the matrix of its map are named `gated_delta_shard` for policies of
+    `jax.checkpoint`: where they are kept, what is computed anew for the backward pass sends nothing again.
     """
 
     contains = True
@@ -92,12 +95,16 @@ class ContextParallel(AbstractBackend):
         return self.inner.why_not(own) or self.inner.why_not(wide)
 
     def __call__(self, problem: Problem) -> Result:
+        inner = choose(problem, None) if self.inner is None else self.inner
+        if lax.axis_size(self.axis_name) == 1:
+            out, state = inner(problem) if inner.contains else contained(inner, problem)
+            return out, broadcast_last(state, self.axis_name)
         if problem.packing is not None:
             assert self.continues is not None
             begins = problem.packing.start.at[:, 0].max(~self.continues)
             problem = dataclasses.replace(problem, packing=Packing(begins, None))
         problem, bad, lost = take_out(problem)
-        how = _How(self.inner or choose(problem, None), self.axis_name, self.exchange)
+        how = _How(inner, self.axis_name, self.exchange)
         arrays, how = _split(problem, how)
         spoiled = spread_damage(bad, jnp.zeros_like(lost), problem.packing)[1][:, 0]
         rest = arrays.others, lost[:, 0], spoiled
@@ -199,7 +206,7 @@ def _shard_fwd(how: _How, floats, rest):
     entering = prefix(own, first, how.axis_name, how.exchange)
     lost = ~jnp.all(jnp.isfinite(_by_head(entering, problem.group)), axis=(-3, -1))
     entering = jnp.where(lost[..., None, :, None], 0, _by_head(entering, problem.group)).reshape(entering.shape)
-    entering, matrix = (checkpoint_name(x, "gated_delta_shard") for x in (entering, matrix))
+    entering, matrix, lost = (checkpoint_name(x, "gated_delta_shard") for x in (entering, matrix, lost))
 
     arithmetic = Arithmetic(problem.operand.name, problem.precision)
     carried = jnp.swapaxes(matmul(jnp.swapaxes(read, 1, 2), entering, arithmetic), 1, 2)
