@@ -12,7 +12,6 @@ again with the true maximum of every tile.
 """
 
 import functools
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,9 @@ from gated_delta._heads import LANES
 from ._attention_layout import (
     LOG2_E,
     Plan,
+    Stages,
+    Tile,
+    Walk,
     Work,
     compiler_params,
     fold,
@@ -34,24 +36,10 @@ from ._attention_layout import (
     slabs,
     turn,
     visible,
-    weave,
 )
 from ._layout import like
 
-
 _LEAST = -1e30  # an anchor before there is one
-
-
-class _Tile(NamedTuple):
-    """A tile of scores."""
-
-    slot: int  # where its scores and weights are kept
-    first: Any  # its first key
-    row: int  # of its step that this key is
-    queries: int  # which tile of queries
-    masked: bool
-    begins: bool  # the first of its queries in a step raises their anchor
-    ends: bool  # the last one finds what that is raised to
 
 
 class _Block:
@@ -71,11 +59,13 @@ class _Block:
         self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
         self.block = block
         self.position = block * self.sizes.block + (0 if offset_ref is None else offset_ref[batch])
-        self.keys, self.key_dim = self.k_ref.shape
+        self.key_dim = self.k_ref.shape[1]
+        stages = Stages(self.score, self.weigh, self.gather)
+        self.walk = Walk(plan, self.visits, block, self.k_ref.shape[0], stages, self.prepare_masks)
 
     def run(self):
         self.begin()
-        self.walk()
+        self.walk.run()
         pl.when(self.is_bad())(self.exactly)
         self.end()
 
@@ -84,19 +74,21 @@ class _Block:
     def begin(self):
         tile = self.sizes.tile
         pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))(lambda: turn(self.vT, self.v_ref, tile))
-        for r in range(self.sizes.row_tiles):
-            rows = self.sizes.rows(r)
-            q = self.q_ref[rows, :].astype(jnp.float32) * self.factor
-            high = q.astype(self.qT.dtype)
-            self.qT[: self.key_dim, rows] = high.T
-            if self.is_split:
-                self.qT[self.key_dim :, rows] = (q - high.astype(q.dtype)).astype(self.qT.dtype).T
         self.reset()
         for r in range(self.sizes.row_tiles):
             rows = self.sizes.rows(r)
-            few = self.finished(self.raw_scores(self.key(0), min(64, tile), rows))
-            self.anchor[:, rows] = jnp.broadcast_to(jnp.max(few, axis=0, keepdims=True), (8, tile))
-        self.most[...] = self.anchor[...]
+            q = self.q_ref[rows, :]
+            if self.is_scaled_late:
+                self.qT[:, rows] = q.T
+            else:
+                q = q.astype(jnp.float32) * self.factor
+                high = q.astype(self.qT.dtype)
+                self.qT[: self.key_dim, rows] = high.T
+                if self.is_split:
+                    self.qT[self.key_dim :, rows] = (q - high.astype(q.dtype)).astype(high.dtype).T
+            few = self.finished(self.raw_scores(self.walk.key(0), min(64, tile), rows))
+            anchor = jnp.broadcast_to(jnp.max(few, axis=0, keepdims=True), (8, tile))
+            self.anchor[:, rows] = self.most[:, rows] = anchor
 
     def reset(self):
         for ref in (self.acc, self.total, self.weights):
@@ -125,73 +117,9 @@ class _Block:
         overflow = jnp.sum(0 * fold(jnp.add, slabs(self.acc[...])), axis=0, keepdims=True)
         return jnp.min(jnp.where(fine & (overflow == 0), 1.0, 0.0)) == 0
 
-    # ---- the walk
-
-    def walk(self):
-        plan, lead = self.plan, self.sizes.lead
-        whole, steps = self.visits.whole_steps, self.visits.steps
-        for tile in self.tiles(0)[:lead]:
-            one_after_another(self.score(tile))
-        if plan.has_whole_steps:
-            pl.loop(0, whole)(functools.partial(self.step, masked=False))
-        if plan.has_masked_steps:
-            pl.loop(whole, steps)(functools.partial(self.step, masked=True))
-        left = self.behind(steps)
-        if plan.diagonal:
-            left = self.in_order(left, self.diagonal_tiles(), [])
-        for tile in left:
-            one_after_another(self.gather(tile))
-
-    def step(self, i, masked: bool):
-        sizes = self.sizes
-        if masked and self.key_segments is not None:
-            for j in range(sizes.key_tiles):
-                row = self.key_segments[0, :, pl.ds(self.key(i, j), sizes.tile)]
-                self.segment_columns[sizes.rows(j), :] = jnp.broadcast_to(row, (LANES, sizes.tile)).T
-        self.in_order(self.behind(i), self.tiles(i, masked), self.tiles(i + 1)[: sizes.lead])
-
-    def in_order(self, before: list[_Tile], tiles: list[_Tile], ahead: list[_Tile]) -> list[_Tile]:
-        """The weights of all `tiles`, beside products with values `lead` tiles before and scores as many ahead; the
-        tiles whose products are left."""
-        lead = self.sizes.lead
-        row = [*before, *tiles, *ahead]
-        for t, tile in enumerate(tiles):
-            if lead == 0:
-                one_after_another(self.score(tile), self.weigh(tile), self.gather(tile))
-            else:
-                weave(self.gather(row[t]), *map(self.score, row[t + 2 * lead :][:1]), self.weigh(tile))
-        return row[len(tiles) :][:lead]
-
-    def behind(self, i) -> list[_Tile]:
-        """Of the step before, those whose products are left when the `i`-th begins. Before the first their weights are
-        zeros."""
-        tiles = self.tiles(i - 1)
-        return tiles[len(tiles) - self.sizes.lead :]
-
-    def tiles(self, i, masked: bool = False) -> list[_Tile]:
-        sizes, last = self.sizes, self.sizes.key_tiles - 1
-        return [
-            _Tile(t % sizes.slots, self.key(i, j), j * sizes.tile, r, masked, j == 0, j == last)
-            for t, (j, r) in enumerate(sizes.tiles)
-        ]
-
-    def diagonal_tiles(self) -> list[_Tile]:
-        sizes = self.sizes
-        pairs = [(j, r) for j in range(sizes.row_tiles) for r in range(j, sizes.row_tiles)]
-        first = self.block * sizes.block
-        return [
-            _Tile(t % sizes.slots, pl.multiple_of(first + j * sizes.tile, sizes.tile), 0, r, j == r, j == 0, False)
-            for t, (j, r) in enumerate(pairs)
-        ]
-
-    def key(self, i, j: int = 0):
-        """The first key of tile `j` of the `i`-th step of the walk."""
-        step = jnp.clip(self.visits.step(i), 0, self.keys // self.sizes.step - 1)
-        return pl.multiple_of(step * self.sizes.step + j * self.sizes.tile, self.sizes.tile)
-
     # ---- the work of a tile
 
-    def score(self, tile: _Tile) -> Work:
+    def score(self, tile: Tile) -> Work:
         count = min(self.sizes.tile, 128 if self.key_dim <= 128 else 256)
 
         def piece(c):
@@ -200,7 +128,7 @@ class _Block:
 
         return [functools.partial(piece, c) for c in range(0, self.sizes.tile, count)]
 
-    def weigh(self, tile: _Tile) -> Work:
+    def weigh(self, tile: Tile) -> Work:
         size, rows = self.sizes.tile, self.sizes.rows(tile.queries)
         count = min(size, 32)
         now = {}
@@ -230,7 +158,7 @@ class _Block:
 
         return [begin, *(functools.partial(piece, c) for c in range(0, size, count)), end]
 
-    def gather(self, tile: _Tile) -> Work:
+    def gather(self, tile: Tile) -> Work:
         rows, value_dim = self.sizes.rows(tile.queries), self.acc.shape[0]
         count = value_dim if value_dim <= 256 else 128
 
@@ -255,11 +183,11 @@ class _Block:
         @pl.loop(first, last)
         def _(j):
             key = pl.multiple_of(j * sizes.tile, sizes.tile)
-            if self.key_segments is not None:
-                row = self.key_segments[0, :, pl.ds(key, sizes.tile)]
-                self.segment_columns[: sizes.tile, :] = jnp.broadcast_to(row, (LANES, sizes.tile)).T
-            for r in range(sizes.row_tiles):
-                tile, rows = _Tile(0, key, 0, r, True, True, True), sizes.rows(r)
+            self.prepare_masks([Tile(0, key, 0, 0, True, True, True)])
+
+            @pl.loop(0, sizes.row_tiles)
+            def _(r):
+                tile, rows = Tile(0, key, 0, r, True, True, True), sizes.rows(r)
                 one_after_another(self.score(tile))
                 x = slabs(self.finished(self.scores[0]))
                 self.most[:, rows] = fold(jnp.maximum, self.masked(x, tile, 0))
@@ -292,7 +220,16 @@ class _Block:
             x = x * self.factor
         return x if self.plan.softcap is None else jnp.tanh(x) * (self.plan.softcap * LOG2_E)
 
-    def masked(self, x: list, tile: _Tile, c: int) -> list:
+    def prepare_masks(self, tiles: list[Tile]):
+        """The segments of the tiles' keys, down the rows."""
+        if self.key_segments is None or self.segment_columns is None:
+            return
+        size = self.sizes.tile
+        for tile in tiles:
+            row = self.key_segments[0, :, pl.ds(tile.first, size)]
+            self.segment_columns[tile.row : tile.row + size, :] = jnp.broadcast_to(row, (LANES, size)).T
+
+    def masked(self, x: list, tile: Tile, c: int) -> list:
         """Slabs of eight keys, from the `c`-th of the tile on: `-inf` where they are not seen."""
         size, rows = self.sizes.tile, self.sizes.rows(tile.queries)
         row, column = (jax.lax.broadcasted_iota(jnp.int32, (8, size), axis) for axis in (0, 1))
@@ -305,7 +242,7 @@ class _Block:
             if self.segment_columns is not None:
                 begin = tile.row + at
                 key_segment = repeat_lanes(self.segment_columns[begin : begin + 8, :], size)
-            query = self.position + rows.start - tile.first - at
+            query = self.position + tile.queries * size - tile.first - at
             real = None if self.plan.rule.real_keys is None else row < self.plan.rule.real_keys - tile.first - at
             seen = visible(self.plan.rule, query, row - column, query_segment, key_segment, real)
             out.append(slab if seen is None else jnp.where(seen, slab, -jnp.inf))

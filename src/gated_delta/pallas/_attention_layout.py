@@ -50,9 +50,11 @@ class Sizes(NamedTuple):
     def key_tiles(self) -> int:
         return self.step // self.tile
 
-    def rows(self, r: int) -> slice:
-        """Of a tile in its block."""
-        return slice(r * self.tile, (r + 1) * self.tile)
+    def rows(self, r):
+        """Of a tile in its block, or in its step."""
+        if isinstance(r, int):
+            return slice(r * self.tile, (r + 1) * self.tile)
+        return pl.ds(pl.multiple_of(r * self.tile, self.tile), self.tile)
 
     @property
     def tiles(self) -> list[tuple[int, int]]:
@@ -182,6 +184,97 @@ def visible(rule: Rule, query, key, query_segment, key_segment, real):
 # ---- the order of work -----------------------------------------------------------------------------------------------
 
 
+class Tile(NamedTuple):
+    """A tile of scores."""
+
+    slot: int  # where what is computed of it is kept
+    first: Any  # its first key
+    row: int  # of its step that this key is
+    queries: Any  # which tile of queries
+    masked: bool
+    begins: bool  # the first of its queries in a step
+    ends: bool  # the last one
+
+
+class Stages(NamedTuple):
+    """The work of a tile. Each stage needs what the one before it left in the tile's slot."""
+
+    score: Callable[[Tile], Work]
+    weigh: Callable[[Tile], Work]
+    gather: Callable[[Tile], Work]
+
+
+class Walk:
+    """One block's way over the keys it sees.
+
+    Weights are made tile by tile; beside those of one tile stand the products of a tile `lead` before and the scores of
+    one as many ahead, also over the ends of steps. The slots of tiles that were never weighed hold zeros.
+    """
+
+    def __init__(self, plan: Plan, visits: Visits, block, keys: int, stages: Stages, prepare_masks: Callable):
+        self.plan, self.visits, self.block, self.keys = plan, visits, block, keys
+        self.stages, self.prepare_masks = stages, prepare_masks
+
+    def run(self):
+        plan, whole, steps = self.plan, self.visits.whole_steps, self.visits.steps
+        for tile in self.tiles(0)[: plan.sizes.lead]:
+            one_after_another(self.stages.score(tile))
+        if plan.has_whole_steps:
+            pl.loop(0, whole)(functools.partial(self.step, masked=False))
+        if plan.has_masked_steps:
+            pl.loop(whole, steps)(functools.partial(self.step, masked=True))
+        left = self.behind(steps)
+        if plan.diagonal:
+            left = self.in_order(left, self.diagonal(), [])
+        for tile in left:
+            one_after_another(self.stages.gather(tile))
+
+    def step(self, i, masked: bool):
+        tiles = self.tiles(i, masked)
+        if masked:
+            self.prepare_masks([tile for tile in tiles if tile.queries == 0])
+        self.in_order(self.behind(i), tiles, self.tiles(i + 1)[: self.plan.sizes.lead])
+
+    def in_order(self, before: list[Tile], tiles: list[Tile], ahead: list[Tile]) -> list[Tile]:
+        """All of `tiles`; those whose products are left."""
+        lead, stages = self.plan.sizes.lead, self.stages
+        row = [*before, *tiles, *ahead]
+        for t, tile in enumerate(tiles):
+            if lead == 0:
+                one_after_another(stages.score(tile), stages.weigh(tile), stages.gather(tile))
+            else:
+                weave(stages.gather(row[t]), *map(stages.score, row[t + 2 * lead :][:1]), stages.weigh(tile))
+        return row[len(tiles) :][:lead]
+
+    def behind(self, i) -> list[Tile]:
+        """Of the step before, those whose products are left when the `i`-th begins."""
+        tiles = self.tiles(i - 1)
+        return tiles[len(tiles) - self.plan.sizes.lead :]
+
+    def tiles(self, i, masked: bool = False) -> list[Tile]:
+        sizes, last = self.plan.sizes, self.plan.sizes.key_tiles - 1
+        return [
+            Tile(t % sizes.slots, self.key(i, j), j * sizes.tile, r, masked, j == 0, j == last)
+            for t, (j, r) in enumerate(sizes.tiles)
+        ]
+
+    def diagonal(self) -> list[Tile]:
+        """The tiles of the keys that the block itself is."""
+        sizes = self.plan.sizes
+        pairs = [(j, r) for j in range(sizes.row_tiles) for r in range(j, sizes.row_tiles)]
+        first = self.block * sizes.block
+        return [
+            Tile(t % sizes.slots, pl.multiple_of(first + j * sizes.tile, sizes.tile), 0, r, j == r, j == 0, False)
+            for t, (j, r) in enumerate(pairs)
+        ]
+
+    def key(self, i, j: int = 0):
+        """The first key of tile `j` of the `i`-th step."""
+        sizes = self.plan.sizes
+        step = jnp.clip(self.visits.step(i), 0, self.keys // sizes.step - 1)
+        return pl.multiple_of(step * sizes.step + j * sizes.tile, sizes.tile)
+
+
 def weave(*streams: Work):
     """Do all of it, the pieces of every stream spread evenly over the whole: what stands side by side in the program
     runs side by side."""
@@ -227,12 +320,15 @@ def fold(operation, parts: Sequence):
 
 
 def turn(ref, source, chunk: int):
-    """`ref[...] = source.T` of `[rows, dim]`, `chunk` rows at a time."""
+    """`ref[...] = source.T` of `[rows, dim]`, in pieces of `chunk` rows."""
+    pieces = source.shape[0] // chunk
+    together = next(n for n in (8, 4, 2, 1) if pieces % n == 0)
 
-    @pl.loop(0, source.shape[0] // chunk)
+    @pl.loop(0, pieces // together)
     def _(i):
-        rows = pl.ds(pl.multiple_of(i * chunk, chunk), chunk)
-        ref[:, rows] = source[rows, :].T
+        for j in range(together):
+            rows = pl.ds(pl.multiple_of((i * together + j) * chunk, chunk), chunk)
+            ref[:, rows] = source[rows, :].T
 
 
 def compiler_params():
