@@ -10,7 +10,7 @@ python = $(VENV)/bin/python
 # The tests' tolerances are set on a CPU, and two workers would share one accelerator's memory: it is chosen by name only.
 pytest = JAX_PLATFORMS=$${JAX_PLATFORMS:-cpu} $(python) -m pytest -n 2 --dist worksteal
 
-.PHONY: help demo recall hybrid generate test test-thorough test-slow test-distributed test-smoke test-aot lint types docs dist bench bench-peers bench-step tpu-schedule conformance-peers hooks clean
+.PHONY: help demo recall hybrid generate test test-thorough test-slow test-mesh test-distributed test-smoke test-aot lint types docs dist bench bench-peers bench-step tpu-schedule conformance-peers hooks clean
 .NOTPARALLEL: # every target installs into the one environment
 
 help: ## list the targets
@@ -47,6 +47,11 @@ test-thorough: ## run them with 500 examples for each law (hours)
 test-slow: ## run only the tests marked slow
 	$(install) test
 	@$(pytest) -m slow $(ARGS)
+
+test-mesh: ## layers and the operator over every mesh of eight virtual devices (half an hour on 2 cores)
+	$(install) test
+	@$(pytest) -m 'slow or not slow' tests/property/test_sharding.py tests/property/test_sharded_layers.py \
+		tests/property/test_context_parallel.py $(ARGS)
 
 test-distributed: ## two processes on this machine: every mesh, killed, hung, resumed (15 minutes on 2 cores)
 	$(install) test distributed

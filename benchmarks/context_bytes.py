@@ -2,10 +2,9 @@
 
     JAX_PLATFORMS=cpu python benchmarks/context_bytes.py
 
-For every layer, number of devices and way of exchange, the layer and its gradient are compiled for virtual CPU devices at
-two lengths, and the permutations of both programs must be the same. A row says, for one sequence and one layer: how many
-messages a device waits for one after the other, how many bytes these are, and how many it sends on average; first the
-states, then the inputs of the convolutions, which go beside them.
+Every layer and its gradient are compiled for virtual CPU devices at two lengths, and the permutations of both programs
+must be the same. A row says, for one sequence and one layer: how many messages a device waits for one after the other,
+how many bytes these are, and how many it sends on average; and what it sends of the convolutions' inputs, beside that.
 """
 
 import argparse
@@ -18,16 +17,15 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import GDN, KDA, cast_params, sla_r4
+from gated_delta import KDA, cast_params, sla_r4
 from gated_delta.sharding import local_mixers
 from gated_delta.testing import collectives
 
 LAYERS = {
     "KDA, 16 heads of 128 x 128": functools.partial(KDA, 2048, key_heads=16),
-    "GDN, 16 key and 32 value heads of 128 x 128": functools.partial(GDN, 2048, key_heads=16, value_heads=32, key_dim=128),
     "SLA-R4, 2 key heads of 256 x 512": functools.partial(sla_r4, 2048),
 }
-LENGTHS = 128, 512  # tokens per device
+LENGTHS = 64, 256  # tokens per device
 
 
 def permutations(make, devices: int, tokens: int, exchange: str | None, backward: bool):

@@ -26,6 +26,7 @@ PUBLIC = (
     "gated_delta.checkpoints",
     "gated_delta.pallas",
     "gated_delta.serving",
+    "gated_delta.sharding",
     "gated_delta.testing",
 )
 REFERENCE = re.compile(r"^::: (\S+)$", re.MULTILINE)

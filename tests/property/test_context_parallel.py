@@ -119,7 +119,9 @@ def along_context(devices):
     return make_mesh((1, 1, devices))
 
 
-@pytest.mark.parametrize("name, packed, devices", [("gdn", True, 8), ("gdn2", False, 4), ("kda", True, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("packed, devices", [(True, 8), (False, 4), (True, 2)])
 def test_a_split_sequence_gives_what_it_gives_on_one_device(name, packed, devices):
     check_over(along_context(devices), problem_of(name, packed), backend=Chunked(16))
 
@@ -240,7 +242,8 @@ def test_a_token_that_is_not_finite_spoils_its_document_on_every_device(name, in
         np.testing.assert_allclose(a, e, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("exchange", ["ring", pytest.param("steps", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["ring", "steps"])
 def test_what_is_sent_does_not_depend_on_the_number_of_tokens(exchange):
     """A ring sends one state from each device to the next, forth and back, and nothing else is sent."""
     devices, sent = 4, []
