@@ -279,8 +279,14 @@ class _NoDecay:
 
     entry = exit = total = None
 
-    def scores(self, left: list[Heads], k: Heads, owners: int, arithmetic: Arithmetic) -> list[Heads]:
-        """`sum_d left_i[d] Gamma_ij[d] k_j[d]` for every `left`, valid where i >= j."""
+    def scores(
+        self, left: list[Heads], k: Heads, owners: int, arithmetic: Arithmetic
+    ) -> tuple[list[Heads], list[Heads], Heads]:
+        """`sum_d left_i[d] Gamma_ij[d] k_j[d]` for every `left`, the queries last: valid where i > j, and for queries
+        where i = j. And what `entering` and `leaving` take, for every owner."""
+        return self._raw_scores(left, k, owners, arithmetic), [spread(x, owners) for x in left], spread(k, owners)
+
+    def _raw_scores(self, left, k, owners, arithmetic) -> list[Heads]:
         chunk, heads = first(k).shape[-2], max(map(count, left))
         left, k = [spread(x, heads) for x in left], spread(k, heads)
         both = each(lambda k, *left: matmul_nt(jnp.concatenate(left, axis=-2), k, arithmetic), k, *left)
@@ -320,12 +326,12 @@ class _GroupDecay(_NoDecay):
             self.starts, self.ends = start.wide(key_dim), end.wide(key_dim)
             self.total = each(lambda x: jnp.swapaxes(x, -1, -2), whole.wide(key_dim))
 
-    def scores(self, left, k, owners, arithmetic):
+    def _raw_scores(self, left, k, owners, arithmetic):
         out = None
         for group, gamma in enumerate(self._pair_decays()):
             channels = slice(group * self.run, (group + 1) * self.run)
             part = [each(lambda x: x[..., channels], x) for x in left]  # noqa: B023
-            raw = super().scores(part, each(lambda x: x[..., channels], k), owners, arithmetic)  # noqa: B023
+            raw = super()._raw_scores(part, each(lambda x: x[..., channels], k), owners, arithmetic)  # noqa: B023
             if out is None:
                 out = [each(jnp.multiply, x, gamma) for x in raw]
             else:
@@ -378,20 +384,16 @@ class _ChannelDecay(_NoDecay):
         some = first(log_decay.values if isinstance(log_decay, Columns) else log_decay)
         self.chunk = some.shape[-2]
         self.near = min(NEAR, self.chunk)
-        i, m = _rows_and_columns(2 * self.near, self.near, some.ndim)
-        own = _either(i < self.near, m <= i, m > i - self.near)
-        sums = _map(lambda x: _add_in_blocks(own, x, arithmetic), log_decay)
-        self.to = _map(lambda x: x[..., : self.chunk, :], sums)  # over the block's tokens up to and including the row
-        after = _map(lambda x: x[..., self.chunk :, :], sums)  # over those after it
+        self.ndim = some.ndim
+        self.to = self._sums(lambda i, m: m <= i)  # over the block's tokens up to and including the row
         leg = _map(jnp.exp, self.to)
-        self.legs = self._wide(leg), self._wide(_map(jnp.exp, after))
         # Not from the wide legs: what decays states from chunk to chunk has to be right to the last bit.
         self.totals = [self._block_total(leg, b) for b in self._blocks()]
         self.total = each(lambda *x: jnp.swapaxes(functools.reduce(jnp.multiply, x), -1, -2), *self.totals)
 
-    def _wide(self, factors: Columns | Heads) -> Heads:
-        """A factor for every key channel."""
-        return _copy_columns(factors, self.key_dim) if isinstance(factors, Columns) else factors
+    def _sums(self, selects: Callable):
+        i, m = _rows_and_columns(self.near, self.near, self.ndim)
+        return _map(lambda x: _add_in_blocks(selects(i, m), x, self.arithmetic), self.log_decay)
 
     def _block_total(self, leg: Columns | Heads, b: int) -> Heads:
         last = _map(lambda x: self._block(x, b)[..., -1:, :], leg)
@@ -403,59 +405,107 @@ class _ChannelDecay(_NoDecay):
     def _block(self, x, b: int):
         return x[..., b * self.near : (b + 1) * self.near, :]
 
-    def scores(self, left, k, owners, arithmetic):
+    def scores(self, left, k, owners, arithmetic) -> tuple[list[Heads], list[Heads], Heads]:
         left, k = [spread(x, owners) for x in left], spread(k, owners)
-        to, after = self.legs
-        entered = [each(jnp.multiply, x, to) for x in left]
-        if arithmetic.near == "mended":
-            out = self._near_from_start(left, entered, k)
-            out = _mend(out, left, k, self.log_decay, self._forgets_little(), arithmetic)
-        elif not arithmetic.is_rounding or arithmetic.near == "safe":
-            out = self._near_for_any(left, k)
-        elif arithmetic.near == "bounded":
-            halfway = self._wide(_map(lambda to: jnp.exp(to + BOUNDED / 2), self.to))
-            out = self._near_from_start(left, [each(jnp.multiply, x, halfway) for x in left], k, BOUNDED / 2)
+        is_cheap = arithmetic.is_rounding and arithmetic.near == "cheap"
+        after = None if is_cheap else self._sums(lambda i, m: m > i)  # over the block's tokens after the row
+        if arithmetic.near in ("safe", "mended") or not arithmetic.is_rounding:
+            to, after = (_exp_wide(x, self.key_dim) for x in (self.to, after))
+            entered, ends = [each(jnp.multiply, x, to) for x in left], each(jnp.multiply, k, after)
+            if arithmetic.near == "mended":
+                keys = each(lambda k, to: k * jnp.exp(jnp.minimum(-to, STEEP)), k, self.to)
+                out, holds = self._near_from_start(left, k, entered, keys), self._forgets_little()
+                out = cast(list, _mend(out, left, k, self.log_decay, holds, arithmetic))
+            else:
+                out = self._near_for_any(left, k)
         else:
-            out = self._near_from_start(left, entered, k)
-            if arithmetic.near == "selected":
-                holds = self._forgets_little()
-                both = zip(out, self._near_for_any(left, k), strict=True)
-                out = [each(jnp.where, holds, x, y) for x, y in both]
-        left, ends = entered, each(jnp.multiply, k, after)
+            halfway = BOUNDED / 2 if arithmetic.near == "bounded" else 0.0
+            entered, ends, near, keys = cast(Any, _decayed(left, k, self.to, after, self.key_dim, halfway))
+            if halfway:
+                out = self._near_from_start(left, k, near, keys)
+            else:
+                shorter = each(self._ends_from_start, keys, *self.totals)
+                ends = shorter if is_cheap else each(jnp.where, self._block_forgets_little(), shorter, ends)
+                out = self._by_blocks_of_rows(left, k, entered, keys, ends)
+                if not is_cheap:
+                    both = zip(out, self._near_for_any(left, k), strict=True)
+                    out = [each(self._where_it_holds, self._forgets_little(), x, y) for x, y in both]
+                return out, entered, ends
         for half in _halvings(self.chunk, self.near):
-            out = self._far_scores(out, left, ends, half, arithmetic)
-        return out
+            out = self._far_scores(out, entered, ends, half, arithmetic)
+        return out, entered, ends
 
     def _near_for_any(self, left: list[Heads], k: Heads) -> list[Heads]:
         """Scores of pairs within a block of `NEAR` rows, for any decay."""
         if isinstance(self.log_decay, Columns):
-            return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic).scores(left, k, count(k), self.arithmetic)
+            return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic)._raw_scores(
+                left, k, count(k), self.arithmetic
+            )
         return _near_by_seams(left, k, self.log_decay, self.arithmetic)
 
-    def _near_from_start(self, left: list[Heads], entered: list[Heads], k: Heads, start: float = 0.0) -> list[Heads]:
-        """The same where a block forgets little: one product for all pairs, of rows that `entered` where the sum of log
-        decays is `-start`.
+    def _near_from_start(self, left: list[Heads], k: Heads, near: list[Heads], keys: Heads) -> list[Heads]:
+        """The same where a block forgets little: one product for all pairs, of what `_decayed` makes of `left` and `k`.
 
         Elsewhere, and above the diagonal, it leaves finite numbers without a meaning.
         """
-        most = BOUNDED / 2 if start else STEEP
-        back = self._wide(_map(lambda to: jnp.exp(jnp.minimum(-start - to, most)), self.to))
 
-        def multiply(k, back, *entered):
-            both = matmul_nt(jnp.concatenate(entered, axis=-2), k * back, self.arithmetic)
+        def multiply(keys, *near):
+            both = matmul_nt(jnp.concatenate(near, axis=-2), keys, self.arithmetic)
             return tuple(both[..., n : n + self.chunk, :] for n in range(0, both.shape[-2], self.chunk))
 
-        found = each(multiply, k, back, *entered)
-        return [each(_without_decay_on_diagonal, x, y, k) for x, y in zip(found, left, strict=True)]
+        *pairs, scores = each(multiply, keys, *near)
+        return [*pairs, each(_without_decay_on_diagonal, scores, left[-1], k)]
+
+    def _by_blocks_of_rows(
+        self, left: list[Heads], k: Heads, entered: list[Heads], keys: Heads, ends: Heads
+    ) -> list[Heads]:
+        """All scores where blocks forget little: one product for each block of rows, all measured from its start."""
+
+        def rows(b):
+            def multiply(keys, ends, *both):
+                totals, entered = both[: len(self.totals)], both[len(self.totals) :]
+                before = [self._chained(ends, 0, b * self.near, totals, lambda n: reversed(range(n)))] if b else []
+                after = self.chunk - (b + 1) * self.near
+                zeros = [jnp.zeros((*keys.shape[:-2], after, keys.shape[-1]), keys.dtype)] if after else []
+                right = jnp.concatenate([*before, self._block(keys, b), *zeros], axis=-2)
+                both = matmul_nt(jnp.concatenate([self._block(x, b) for x in entered], axis=-2), right, self.arithmetic)
+                return tuple(self._block(both, n) for n in range(len(entered)))
+
+            return each(multiply, keys, ends, *self.totals, *entered)
+
+        blocks = zip(*(rows(b) for b in self._blocks()), strict=True)
+        *pairs, scores = [each(lambda *x: jnp.concatenate(x, axis=-2), *x) for x in blocks]
+        return [*pairs, each(_without_decay_on_diagonal, scores, left[-1], k)]
+
+    def _where_it_holds(self, holds, scores, near):
+        """`scores`, but `near` in a block of rows and columns whose row forgets more."""
+        i, j = _rows_and_columns(self.chunk, self.chunk, scores.ndim)
+        return jnp.where(holds | (j < (i & -self.near)), scores, near)
+
+    def _ends_from_start(self, keys, *totals):
+        """Keys times their decay to the end of the block, from those divided by the decay since its start."""
+        return jnp.concatenate([self._block(keys, b) * totals[b] for b in self._blocks()], axis=-2)
 
     def _forgets_little(self) -> Heads:
         """Rows, `[chunk, 1]`, for which the start of the block is near enough: none depends on what comes after it."""
+        return each(lambda x: x >= -STEEP, self._least())
+
+    def _block_forgets_little(self) -> Heads:
+        """Rows whose block has only such rows."""
+
+        def last(least):
+            ends = [self._block(least, b)[..., -1:, :] for b in self._blocks()]
+            shape = (*least.shape[:-2], self.near, 1)
+            return jnp.concatenate([jnp.broadcast_to(x, shape) for x in ends], axis=-2) >= -STEEP
+
+        return each(last, self._least())
+
+    def _least(self) -> Heads:
+        """The least sum of log decays since the start of the block, over the channels: `[chunk, 1]`."""
         if isinstance(self.to, Columns):
             columns = [self.to.column(group) for group in range(self.to.groups)]
-            least = each(lambda *x: functools.reduce(jnp.minimum, x), *columns)
-        else:
-            least = each(lambda to: jnp.min(to, axis=-1, keepdims=True), self.to)
-        return each(lambda x: x >= -STEEP, least)
+            return each(lambda *x: functools.reduce(jnp.minimum, x), *columns)
+        return each(lambda to: jnp.min(to, axis=-1, keepdims=True), self.to)
 
     def _far_scores(self, out, left, ends, half, arithmetic):
         """`out` with the pairs that meet at `half`."""
@@ -502,15 +552,13 @@ class _ChannelDecay(_NoDecay):
         return out[0] if n == 1 else jnp.concatenate(out, axis=-2)
 
     def entering(self, x):
-        return each(
-            lambda x, to, *totals: self._chained(x * to, 0, self.chunk, totals, range), x, self.legs[0], *self.totals
-        )
+        return each(lambda x, *totals: self._chained(x, 0, self.chunk, totals, range), x, *self.totals)
 
     def leaving(self, x):
-        def end(x, after, *totals):
-            return self._chained(x * after, 0, self.chunk, totals, lambda n: reversed(range(n)))
+        def end(x, *totals):
+            return self._chained(x, 0, self.chunk, totals, lambda n: reversed(range(n)))
 
-        return each(end, x, self.legs[1], *self.totals)
+        return each(end, x, *self.totals)
 
 
 def _map(f: Callable, log_decay: Columns | Heads):
@@ -518,31 +566,85 @@ def _map(f: Callable, log_decay: Columns | Heads):
     return log_decay.map(f) if isinstance(log_decay, Columns) else each(f, log_decay)
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _decayed(left, k, to, after, dim: int, halfway: float):
+    """What scores and states need of rows whose block forgets little, for sums of log decays `to` and `after` each row.
+
+    `left` times `exp(to)`; `k` times `exp(after)`, if there is one; and for the pairs inside of the block `left` times
+    `exp(to + halfway)`, and `k` divided by that.
+    """
+    return _decayed_fwd(left, k, to, after, dim, halfway)[0]
+
+
+def _decayed_fwd(left, k, to, after, dim, halfway):
+    most = halfway or STEEP
+    leg, end = _exp_wide(to, dim), None if after is None else _exp_wide(after, dim)
+    back = _exp_wide(_map(lambda to: jnp.minimum(-halfway - to, most), to), dim)
+    shifted = _exp_wide(_map(lambda to: to + halfway, to), dim) if halfway else leg
+    entered = [each(jnp.multiply, x, leg) for x in left]
+    near = [each(jnp.multiply, x, shifted) for x in left] if halfway else entered
+    ends = None if end is None else each(jnp.multiply, k, end)
+    out = entered, ends, near, each(jnp.multiply, k, back)
+    return out, (out, (leg, end, shifted, back), (to, after))
+
+
+def _decayed_bwd(dim, halfway, residuals, d_out):
+    # The gradient of x exp(s) for s is that product times its own cotangent: no factor is widened or summed up apart.
+    (entered, ends, near, keys), (leg, end, shifted, back), (to, after) = residuals
+    d_entered, d_ends, d_near, d_keys = d_out
+    if halfway:
+        d_left = [each(lambda d, f, e, g: d * f + e * g, d, leg, e, shifted) for d, e in zip(d_entered, d_near)]
+        pairs = zip(entered, d_entered, near, d_near)
+        own = [each(lambda x, d, y, e: x * d + y * e, x, d, y, e) for x, d, y, e in pairs]
+    else:
+        d_both = [each(jnp.add, *d) for d in zip(d_entered, d_near)]
+        d_left = [each(jnp.multiply, d, leg) for d in d_both]
+        own = [each(jnp.multiply, x, d) for x, d in zip(entered, d_both)]
+    d_to = each(lambda y, d, *own: functools.reduce(jnp.add, own) - y * d, keys, d_keys, *own)
+    d_k, d_after = each(jnp.multiply, d_keys, back), None
+    if after is not None:
+        d_k = each(lambda d_k, d, end: d_k + d * end, d_k, d_ends, end)
+        d_after = _sum_copies(each(jnp.multiply, ends, d_ends), after, dim)
+    return d_left, d_k, _sum_copies(d_to, to, dim), d_after
+
+
+_decayed.defvjp(_decayed_fwd, _decayed_bwd)
+
+
+def _exp_wide(logs: Columns | Heads, dim: int) -> Heads:
+    """`exp` of them for every key channel."""
+    factors = _map(jnp.exp, logs)
+    return _copy_columns(factors, dim) if isinstance(factors, Columns) else factors
+
+
+def _sum_copies(wide: Heads, columns: Columns | Heads, dim: int):
+    """`_copy_columns` transposed: sums over the channels that share one of `columns`."""
+    if not isinstance(columns, Columns):
+        return wide
+    chunk, ones = columns.values.shape[-2], _copies(columns, dim)
+
+    def sums(x, ones):
+        # The few columns go through the unit, and the rows wait in it: that is shorter than the other way round.
+        return _dot(ones, jnp.concatenate(_parts(x, 2), axis=-2), (-1, -1), Arithmetic("bfloat16"))
+
+    with jax.named_scope("exact_sums"):
+        both = functools.reduce(jnp.add, each(sums, wide, [ones[:, i * dim : (i + 1) * dim] for i in range(len(wide))]))
+    return Columns(jnp.swapaxes(both[:, :chunk] + both[:, chunk:], -1, -2), columns.groups)
+
+
 def _copy_columns(columns: Columns, dim: int) -> list:
     """`columns.wide(dim)` in a kernel, right to 16 bits: a matrix unit copies lanes faster than what is made for it."""
-    m, n = _rows_and_columns(columns.values.shape[-1], columns.owners * dim)
-    copies = _ones_where(n // (dim // columns.groups) == m, jnp.bfloat16)
+    ones = _copies(columns, dim)
+    parts, ones = jnp.concatenate(_parts(columns.values, 2), axis=-1), jnp.concatenate([ones, ones], axis=-2)
     with jax.named_scope("exact_sums"):
-        wide = cast(Array, _rounding_copies(columns.values, copies))
+        wide = _dot(parts, ones, (-1, -2), Arithmetic("bfloat16"))
     return [wide[:, i * dim : (i + 1) * dim] for i in range(columns.owners)]
 
 
-@jax.custom_vjp
-def _rounding_copies(x, ones):
-    parts, ones = jnp.concatenate(_parts(x, 2), axis=-1), jnp.concatenate([ones, ones], axis=-2)
-    return _dot(parts, ones, (-1, -2), Arithmetic("bfloat16"))
-
-
-def _rounding_copies_fwd(x, ones):
-    return _rounding_copies(x, ones), ones
-
-
-def _rounding_copies_bwd(ones, d_out):
-    rounding = Arithmetic("bfloat16")
-    return functools.reduce(jnp.add, [_dot(part, ones, (-1, -1), rounding) for part in _parts(d_out, 2)]), None
-
-
-_rounding_copies.defvjp(_rounding_copies_fwd, _rounding_copies_bwd)
+def _copies(columns: Columns, dim: int):
+    """Ones where a column, in rows, belongs to a channel of all owners' `dim` each."""
+    m, n = _rows_and_columns(columns.values.shape[-1], columns.owners * dim)
+    return _ones_where(n // (dim // columns.groups) == m, jnp.bfloat16)
 
 
 def _add_in_blocks(own, log_decay, arithmetic):
@@ -581,7 +683,7 @@ def _mend_bwd(arithmetic, residuals, d_out):
     *inputs, holds = residuals
 
     def mended():
-        _, pull = jax.vjp(lambda *inputs: _near_by_seams(*inputs, arithmetic), *inputs)
+        _, pull = jax.vjp(lambda left, k, log_decay: _near_by_seams(left, k, log_decay, arithmetic), *inputs)
         return [jnp.where(holds, d, 0) for d in d_out], *pull([jnp.where(holds, 0, d) for d in d_out])
 
     def unmended():
@@ -804,19 +906,32 @@ def xla_triangular_inverse(pairs):
     return lax.linalg.triangular_solve(pairs, identity, left_side=True, lower=True, unit_diagonal=True)
 
 
-def solve(pairs: Heads, inverse: Heads, right: Heads, arithmetic: Arithmetic, *, guards: bool = False) -> Heads:
+def solve(
+    pairs: Heads,
+    inverse: Heads,
+    right: Heads,
+    arithmetic: Arithmetic,
+    *,
+    guards: bool = False,
+    solution: Heads | None = None,
+) -> Heads:
     """`(I + pairs)^-1 right` for `inverse` of `block_inverses`; its gradient goes to `pairs` and `right`.
 
     The gradient is the implicit one: with x the solution, d_right = (I + pairs)^-T d_x and d_pairs = -d_right x^T below
     the diagonal. No second inverse, and none of the products that made it, is differentiated. `guards`: a block's
-    numbers that are not finite do not reach the next block, which another document may share (0 * inf).
+    numbers that are not finite do not reach the next block, which another document may share (0 * inf). `solution`:
+    the result, where it is known and only its gradient is wanted.
     """
-    return _solve(pairs, jax.tree.map(lax.stop_gradient, inverse), right, arithmetic, False, guards)
+    known = jax.tree.map(lax.stop_gradient, (inverse, solution))
+    return _solve(pairs, known, right, arithmetic, False, guards)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _solve(pairs, inverse, right, arithmetic, transposed, guards):
+def _solve(pairs, known, right, arithmetic, transposed, guards):
     """The solution of `(I + pairs) x = right`, or of its transpose; derivatives take it for the solution that it is."""
+    inverse, solution = known
+    if solution is not None:
+        return solution
     block, chunk = first(inverse).shape[-2:]
     if block == chunk:
         return each(lambda m, x: _dot(m, x, (-2, -2) if transposed else (-1, -2), arithmetic), inverse, right)
@@ -844,15 +959,15 @@ def _without(rest, pairs, x, start: int, done: int, arithmetic: Arithmetic, tran
     return rest - _dot(factor, x, (-2, -2) if transposed else (-1, -2), arithmetic)
 
 
-def _solve_fwd(pairs, inverse, right, arithmetic, transposed, guards):
-    out = _solve(pairs, inverse, right, arithmetic, transposed, guards)
-    return out, (pairs, inverse, out)
+def _solve_fwd(pairs, known, right, arithmetic, transposed, guards):
+    out = _solve(pairs, known, right, arithmetic, transposed, guards)
+    return out, (pairs, known, out)
 
 
 def _solve_bwd(arithmetic, transposed, guards, residuals, d_out):
     # Solutions again, not bare products with `inverse`: so that a second derivative is right as well.
-    pairs, inverse, out = residuals
-    d_right = _solve(pairs, inverse, d_out, arithmetic, not transposed, guards)
+    pairs, known, out = residuals
+    d_right = _solve(pairs, (known[0], None), d_out, arithmetic, not transposed, guards)
     chunk = first(pairs).shape[-1]
     i, j = _rows_and_columns(chunk, chunk, first(pairs).ndim)
 
@@ -860,7 +975,7 @@ def _solve_bwd(arithmetic, transposed, guards, residuals, d_out):
         left, right = (out, d_right) if transposed else (d_right, out)
         return jnp.where(i > j, -_dot(left, right, (-1, -1), arithmetic), 0)
 
-    return each(d_pairs, d_right, out), jax.tree.map(jnp.zeros_like, inverse), d_right
+    return each(d_pairs, d_right, out), jax.tree.map(jnp.zeros_like, known), d_right
 
 
 _solve.defvjp(_solve_fwd, _solve_bwd)
@@ -873,13 +988,46 @@ def keep_nothing(x: Heads) -> Heads:
     return x
 
 
+class Kept(NamedTuple):
+    """What a chunk's gradient reads of what its forward pass found, for every owner. `None`: it is found again.
+
+    - `inverse`, `scores`: as in `Factors`; `pairs`: below the diagonal, before a number per token scales them.
+    - `recalled`: what the state holds for the erase keys, before that number too; `written`: the solution.
+    """
+
+    inverse: Heads | None = None
+    pairs: Heads | None = None
+    scores: Heads | None = None
+    recalled: Heads | None = None
+    written: Heads | None = None
+
+
+NOTHING_KEPT = Kept()
+
+
+def known(computed: Heads, value: Heads | None) -> Heads:
+    """`value`, if it was kept, for `computed`, which is then done only for its derivative."""
+    return computed if value is None else each(_known, computed, value)
+
+
+@jax.custom_vjp
+def _known(computed, value):
+    return value
+
+
+_known.defvjp(lambda computed, value: (value, None), lambda _, d: (d, None))
+
+
 def chunk_factors(
-    tile: Tile, arithmetic: Arithmetic, inverse: Heads | None = None, keep: Callable[[Heads], Heads] = keep_nothing
-) -> Factors:
+    tile: Tile,
+    arithmetic: Arithmetic,
+    kept: Kept = NOTHING_KEPT,
+    keep: Callable[[Heads], Heads] = keep_nothing,
+) -> tuple[Factors, Kept]:
     """Everything about a chunk that needs no state: may run for all chunks at once.
 
-    `inverse`: what `Factors.inverse` of the same tile held, where it was kept. `keep`: marks what is worth keeping for
-    a backward pass.
+    And what is found of `Kept`. `kept`: that of the same tile, where only the gradient is wanted. `keep`: marks what is
+    worth keeping for a backward pass.
     """
     dtype = arithmetic.accumulation
     chunk, key_dim = first(tile.k).shape[-2:]
@@ -893,24 +1041,27 @@ def chunk_factors(
     values = _times(each(lambda x: x.astype(dtype), tile.v), _gate(tile.write, width, dtype))
     erase = _gate(tile.erase, key_dim, dtype)
     by_row = isinstance(tile.erase, Columns)  # a number per token leaves the product: raw keys are shared by all owners
-    entry_erase = erase_keys = pairs = None
+    entry_erase = erase_keys = pairs = raw = inverse = None
     if erase is None:
-        (scores,) = decay.scores([q], k, owners, arithmetic)
+        (scores,), (queries,), keys = decay.scores([q], k, owners, arithmetic)
     else:
         erase_keys = k if by_row else each(jnp.multiply, spread(k, owners), erase)
+        (pairs, scores), (entered, queries), keys = decay.scores([erase_keys, q], k, owners, arithmetic)
         if chunk == 1:
-            (scores,) = decay.scores([q], k, owners, arithmetic)
+            pairs = None
         else:
-            pairs, scores = decay.scores([erase_keys, q], k, owners, arithmetic)
             pairs = each(lambda x: jnp.where(i > j, x, 0), pairs)  # first: above the diagonal anything may stand
+            pairs = raw = known(pairs, kept.pairs)
             pairs = _times(pairs, erase) if by_row else pairs
             pairs = each(lambda x: _mask(x, same), pairs)  # last: no cotangent comes from between documents
+            inverse = kept.inverse
             if inverse is None:
                 inverse = keep(block_inverses(jax.tree.map(lax.stop_gradient, pairs), arithmetic, same))
-        erase_keys = decay.entering(spread(erase_keys, owners))
+        erase_keys = decay.entering(entered)
         entry_erase = _times(decay.entry, erase) if by_row else decay.entry
-    scores = each(lambda x: _mask(jnp.where(i >= j, x, 0), same), scores)
-    queries, keys = decay.entering(spread(q, owners)), decay.leaving(spread(k, owners))
+    scores = known(each(lambda x: _mask(jnp.where(i >= j, x, 0), same), scores), kept.scores)
+    found = Kept(inverse, raw, scores)
+    queries, keys = decay.entering(queries), decay.leaving(keys)
     factors = Factors(
         queries,
         keys,
@@ -925,7 +1076,7 @@ def chunk_factors(
         entry_erase,
         shared,
     )
-    return factors if shared is None else _between_documents(factors, shared)
+    return (factors if shared is None else _between_documents(factors, shared)), found
 
 
 def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic) -> _NoDecay:
@@ -1000,42 +1151,53 @@ def _zero_overflow(x, axis: int | tuple[int, ...] = -1):
 
 
 def chunk_advance(
-    state: Heads, factors: Factors, arithmetic: Arithmetic, keep: Callable[[Heads], Heads] = keep_nothing
-) -> tuple[Heads, Heads]:
-    """The chain from chunk to chunk: the state after it, and its outputs. `keep`: as of `chunk_factors`."""
+    state: Heads,
+    factors: Factors,
+    arithmetic: Arithmetic,
+    keep: Callable[[Heads], Heads] = keep_nothing,
+    kept: Kept = NOTHING_KEPT,
+) -> tuple[Heads, Heads, Kept]:
+    """The chain from chunk to chunk: the state after it, its outputs, and what is found of `Kept`.
+
+    `keep` and `kept`: as of `chunk_factors`.
+    """
     shared, lost = factors.shared, None
     if shared is not None:
         state, lost = each(lambda x: _zero_overflow(x, (-2, -1)), state)
     chunk, overflow = first(factors.values).shape[-2], None
     if factors.erase_keys is None:
         read = each(lambda x, state: matmul(x, state, arithmetic), factors.queries, state)
-        written = factors.values
+        written, raw = factors.values, None
     else:
         both = each(lambda *x: jnp.concatenate(x, axis=-2), factors.erase_keys, factors.queries)
         both = keep(each(lambda x, state: matmul(x, state, arithmetic), both, state))
         recalled, read = each(lambda x: (x[..., :chunk, :], x[..., chunk:, :]), both)
+        recalled = raw = known(recalled, kept.recalled)
         right = each(jnp.subtract, factors.values, _times(recalled, factors.entry_erase))
         if shared is not None:
             right, overflow = each(_zero_overflow, right)
         written = right
         if factors.pairs is not None:
-            written = solve(factors.pairs, factors.inverse, right, arithmetic, guards=shared is not None)
+            guards = shared is not None
+            written = solve(factors.pairs, factors.inverse, right, arithmetic, guards=guards, solution=kept.written)
+    found = Kept(recalled=raw, written=written)
     if shared is not None:
-        written, more = each(_zero_overflow, written)
-        overflow = more if overflow is None else each(jnp.logical_or, overflow, more)
+        written, lost_rows = each(_zero_overflow, written)
+        overflow = lost_rows if overflow is None else each(jnp.logical_or, overflow, lost_rows)
     read = _times(read, factors.entry_decay)
     out = each(lambda read, f, d: read + matmul(f, d, arithmetic), read, factors.scores, written)
-    kept = _times(state, factors.decay)
+    stays = _times(state, factors.decay)
     leaving = _times(written, factors.exit_decay)
-    state = each(lambda kept, k, d: kept + matmul_tn(k, d, arithmetic), kept, factors.keys, leaving)
+    state = each(lambda stays, k, d: stays + matmul_tn(k, d, arithmetic), stays, factors.keys, leaving)
     if shared is None:
-        return state, out
+        return state, out, found
 
     def mark(state, out, overflow, earlier, misread, lost):
         spoiled, leaves = _spread_overflow(shared, overflow | earlier, lost)
         return jnp.where(leaves, jnp.nan, state), jnp.where(spoiled | misread, jnp.nan, out)
 
-    return each(mark, state, out, overflow, shared.overflow, shared.misread, lost)
+    state, out = each(mark, state, out, overflow, shared.overflow, shared.misread, lost)
+    return state, out, found
 
 
 def _spread_overflow(shared: Shared, overflow, lost):
@@ -1050,4 +1212,4 @@ def chunk_step(
     state: Heads, tile: Tile, arithmetic: Arithmetic, keep: Callable[[Heads], Heads] = keep_nothing
 ) -> tuple[Heads, Heads]:
     """`chunk_factors` and `chunk_advance`."""
-    return chunk_advance(state, chunk_factors(tile, arithmetic, keep=keep), arithmetic, keep)
+    return chunk_advance(state, chunk_factors(tile, arithmetic, keep=keep)[0], arithmetic, keep)[:2]

@@ -7,6 +7,7 @@ numbers per token are `[chunk, owners * groups]`.
 """
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +21,17 @@ from gated_delta._explicit import manual_axes
 from gated_delta._gates import limit_log_decay
 from gated_delta._heads import LANES, Columns, each
 from gated_delta._raw_gates import Prologue
-from gated_delta._tile import Arithmetic, Factors, Tile, chunk_advance, forgets_much
+from gated_delta._tile import (
+    NOTHING_KEPT,
+    SOLVED,
+    Arithmetic,
+    Factors,
+    Kept,
+    Tile,
+    chunk_advance,
+    forgets_much,
+    known,
+)
 
 from ._config import Sizes
 
@@ -91,8 +102,8 @@ class Plan(NamedTuple):
     has_bank: bool  # initial states are given
     has_slots: bool  # every document has states of its own
     chooses: bool  # per chunk, how decays of key channels are treated
-    keeps_inverse: bool
-    start_dtype: str  # of the states kept for the backward pass
+    keeps_all: bool
+    kept_dtype: str  # of what is kept for the backward pass
     interpret: bool | pltpu.InterpretParams
 
     @property
@@ -384,18 +395,42 @@ def in_a_row(plan: Plan, heads: list) -> list:
     return [jnp.concatenate(heads[i::count], axis=0) for i in range(count)]
 
 
-def advance(plan: Plan, state: list, factors: Factors, arithmetic: Arithmetic) -> tuple[list, list]:
-    """`_tile.chunk_advance` from chunk to chunk of the step."""
-    outs, count = [], len(state)
+def advance(
+    plan: Plan,
+    state: list,
+    factors: Factors,
+    arithmetic: Arithmetic,
+    starts: list | None = None,
+    kept: Kept = NOTHING_KEPT,
+) -> tuple[list, list, list, Kept]:
+    """`_tile.chunk_advance` from chunk to chunk of the step: the state, the outputs, the states at chunks' starts, and
+    what is found of `Kept`. The last two may be given, where they are known: then no chunk waits for another."""
+    count, outs, begun, found = len(state), [], [], []
     for n in range(plan.sizes.chunks):
-        own = jax.tree.map(
-            lambda x: x[n * count : (n + 1) * count] if isinstance(x, list) else x,  # noqa: B023
-            factors,
-            is_leaf=lambda x: isinstance(x, list),
-        )
-        state, out = chunk_advance(state, own, arithmetic)
+
+        def of_chunk(tree, n=n):
+            def own(x):
+                return x[n * count : (n + 1) * count] if isinstance(x, list) else x
+
+            return jax.tree.map(own, tree, is_leaf=lambda x: isinstance(x, list))
+
+        if n and starts is not None:
+            state = known(state, of_chunk(starts))
+        begun += state
+        state, out, new = chunk_advance(state, of_chunk(factors), arithmetic, kept=of_chunk(kept))
         outs += out
-    return state, outs
+        found.append(new)
+    together = (None if x[0] is None else [*itertools.chain(*x)] for x in zip(*found, strict=True))
+    return state, outs, begun, Kept(*together)
+
+
+def kept_shapes(plan: Plan) -> list[tuple[int, int]]:
+    """Of the matrices that a forward kernel may keep for every owner and chunk: the state at its start, and `Kept`."""
+    chunk, width = plan.sizes.chunk, plan.width
+    shapes = [(plan.key_dim, width)]
+    if plan.keeps_all:
+        shapes += [(min(SOLVED, chunk), chunk), (chunk, chunk), (chunk, chunk), (chunk, width), (chunk, width)]
+    return shapes
 
 
 def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:

@@ -43,9 +43,10 @@ class PallasTPU(AbstractStepper):
 
     - `config`: sizes of the tiles; `None` in it leaves a size to the backend.
     - `residuals`: what the forward kernel keeps for the backward one beside the inputs. `"all"`: the state that enters
-        each chunk and the inverse of each chunk's solve. `"states"`: the states only, a third less at heads of 128, for
-        a backward kernel that forms the inverses again. `"none"`: nothing; the forward kernel runs again. What is kept
-        is named `gated_delta_states` and `gated_delta_inverses` for `jax.checkpoint` policies.
+        each chunk, the inverse of each chunk's solve, the scores of its keys and queries, what its states recall and
+        what it writes. `"states"`: the states only, less than a fifth at heads of 128, for a backward kernel that finds
+        the rest again. `"none"`: nothing; the forward kernel runs again. What is kept is named `gated_delta_states`,
+        `gated_delta_inverses`, `gated_delta_scores` and `gated_delta_corrections` for `jax.checkpoint` policies.
     - `interpret`: run in JAX's TPU interpreter, on any machine: slow, for tests. An instance of Pallas'
         `InterpretParams` chooses its options, such as the detection of races.
     - `ahead_of_time`: do not ask for a TPU here, for `jax.export` and compilation on a machine that has none.
@@ -147,8 +148,8 @@ def _guarded(how, floats, integers):
 
 def _guarded_fwd(how, floats, integers):
     result, bad, kept = by_rows(_guarded_result_that_keeps, how, floats, integers)
-    names = ("gated_delta_states", "gated_delta_inverses")
-    kept = tuple(checkpoint_name(x, name) for x, name in zip(kept, names))
+    names = ("states", "inverses", "scores", "scores", "corrections", "corrections")
+    kept = tuple(checkpoint_name(x, f"gated_delta_{name}") for x, name in zip(kept, names))
     return result, (floats, integers, kept, bad)
 
 
@@ -274,8 +275,8 @@ class _Launch:
             has_bank=problem.initial_state is not None or has_slots,
             has_slots=has_slots,
             chooses=near is None,
-            keeps_inverse=backend.residuals == "all" and problem.erase is not None,
-            start_dtype=problem.operand.name,
+            keeps_all=backend.residuals == "all" and problem.erase is not None,
+            kept_dtype=problem.operand.name,
             interpret=backend.interpret,
         )
         self.chunks = _chunks(problem, self.layout, self.sizes)
@@ -283,8 +284,7 @@ class _Launch:
 
     def forward(self, operands: Operands, bank, keeps: bool):
         """Outputs, final states, sums that are not finite where an output is not, and the residuals if it `keeps`."""
-        plan = self.plan.for_gradient if keeps else self.plan
-        return forward(plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
+        return forward(self.plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
 
     def lay(self, problem: Problem) -> tuple[Operands, Any]:
         """Operands and initial states in the kernels' layout: padded to whole chunks and whole lanes."""

@@ -1,6 +1,6 @@
 """The backward kernel: `jax.vjp` of `_tile`'s chunk in every chunk, from the last to the first.
 
-It reads the inputs, the state at the start of each chunk and, where it was kept, the chunk's inverse; it carries the
+It reads the inputs, the state at the start of each chunk and, where they were kept, `_tile.Kept`; it carries the
 cotangent of the state in VMEM.
 """
 
@@ -9,7 +9,7 @@ import functools
 import jax
 from jax.experimental import pallas as pl
 
-from gated_delta._tile import chunk_factors
+from gated_delta._tile import Kept, chunk_factors
 
 from ._layout import (
     Blocks,
@@ -20,6 +20,7 @@ from ._layout import (
     behind_prologue,
     by_decay,
     in_chunks,
+    kept_shapes,
     kernel_call,
     like,
     load_operands,
@@ -35,8 +36,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
     tile_refs = Operands(*(refs.pop(0) if here else None for here in plan.used))
     following_ref = refs.pop(0) if plan.chooses else None
     document_ref = refs.pop(0) if has_document else None
-    starts_ref = refs.pop(0)
-    inverse_ref = refs.pop(0) if plan.keeps_inverse else None
+    starts_ref, *kept_refs = (refs.pop(0) for _ in kept_shapes(plan))
     d_out_ref, d_final_ref = refs.pop(0), refs.pop(0)
     if plan.has_slots:
         refs.pop(0)  # the cotangents of slots without a chunk: the output's own memory
@@ -52,17 +52,17 @@ def _body(plan: Plan, chunks: int, has_document: bool, *refs):
         pl.when(pl.program_id(2) == 0)(lambda: zero_fixed(plan, d_tile_refs))
 
     def run(arithmetic, owners):
+        def of_chunks(ref):
+            return [ref[0, h, n].astype(carry.dtype) for n in range(plan.sizes.chunks) for h in owners]
+
         operands = behind_prologue(plan, load_operands(plan, tile_refs, owners))
-        inverse = None
-        if inverse_ref is not None:
-            numbers = range(plan.sizes.chunks)
-            inverse = [inverse_ref[0, h, n].astype(carry.dtype) for n in numbers for h in owners]
+        starts, kept = of_chunks(starts_ref), Kept(*map(of_chunks, kept_refs))
 
         def step(state, x: Operands):
-            tile = tile_of(plan, x, document_ref, scalars.entry[at])
-            return advance(plan, state, chunk_factors(tile, arithmetic, inverse), arithmetic)
+            factors, _ = chunk_factors(tile_of(plan, x, document_ref, scalars.entry[at]), arithmetic, kept)
+            return advance(plan, state, factors, arithmetic, starts, kept)[:2]
 
-        pull = jax.vjp(step, [starts_ref[0, h, 0].astype(carry.dtype) for h in owners], operands)[1]
+        pull = jax.vjp(step, starts[: len(owners)], operands)[1]
         d_out = load_vectors(d_out_ref, plan.forms.v, plan.sizes.owners, plan.interprets, owners)
         d_out = in_chunks(plan, [x.astype(carry.dtype) for x in d_out])
         d_state, d_operands = pull(([carry[h] for h in owners], d_out))

@@ -1,6 +1,6 @@
 """The forward kernel: one grid step per block of owners and chunk, states kept in VMEM. The maths is `_tile`'s.
 
-Residuals: the state at the start of every chunk and, where the plan says so, the inverses of its solve.
+Residuals: the state at the start of every chunk and, where the plan says so, `_tile.Kept`.
 """
 
 import functools
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from gated_delta._heads import LANES
-from gated_delta._tile import SOLVED, chunk_factors
+from gated_delta._tile import chunk_factors
 
 from ._layout import (
     Blocks,
@@ -21,6 +21,7 @@ from ._layout import (
     behind_prologue,
     by_decay,
     in_a_row,
+    kept_shapes,
     kernel_call,
     like,
     load_operands,
@@ -38,8 +39,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
     if plan.has_slots:
         refs.pop(0)  # the final states' own memory, which begins as the initial states: what slots without a chunk keep
     out_ref, final_ref, check_ref = refs.pop(0), refs.pop(0), refs.pop(0)
-    starts_ref = refs.pop(0) if keeps else None
-    inverse_ref = refs.pop(0) if keeps and plan.keeps_inverse else None
+    kept_refs = [refs.pop(0) for _ in kept_shapes(plan)] if keeps else []
     carry, much_ref = refs
     at = pl.program_id(0) * chunks + pl.program_id(2)
 
@@ -52,14 +52,13 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
     def run(arithmetic, owners):
         operands = behind_prologue(plan, load_operands(plan, tile_refs, owners))
         state = [carry[h] for h in owners]
-        factors = chunk_factors(tile_of(plan, operands, document_ref, scalars.entry[at]), arithmetic)
-        for i, h in enumerate(owners):
-            if starts_ref is not None:
-                starts_ref[0, h, 0] = state[i].astype(starts_ref.dtype)
-            if inverse_ref is not None and factors.inverse is not None:
-                for n in range(plan.sizes.chunks):
-                    inverse_ref[0, h, n] = factors.inverse[n * len(owners) + i].astype(inverse_ref.dtype)
-        state, out = advance(plan, state, factors, arithmetic)
+        factors, found = chunk_factors(tile_of(plan, operands, document_ref, scalars.entry[at]), arithmetic)
+        state, out, starts, more = advance(plan, state, factors, arithmetic)
+        found = found._replace(recalled=more.recalled, written=more.written)
+        for ref, values in zip(kept_refs, [starts, *found]):
+            for i, x in enumerate(values or ()):
+                n, h = divmod(i, len(owners))
+                ref[0, owners[h], n] = x.astype(ref.dtype)
         store_vectors(out_ref, in_a_row(plan, out), out_form, plan.sizes.owners, plan.interprets, owners)
         check_ref[0, 0, 0] += _sum_of_all(out)
         for i, h in enumerate(owners):
@@ -109,13 +108,9 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
     shapes.append(like((batch, blocks_of_owners, count, 8, LANES), plan.arithmetic.accumulation, *inputs))
     check_spec = pl.BlockSpec((1, 1, 1, 8, LANES), lambda b, h, c, *_: (b, h, c, 0, 0))
     out_specs = [blocks.operand(values, form, sizes.owners), blocks.slot(), check_spec]
-    if keeps:
-        shapes.append(like((batch, owners, count, plan.key_dim, plan.width), plan.start_dtype, *inputs))
-        out_specs.append(blocks.per_step(1, plan.key_dim, plan.width))
-    if keeps and plan.keeps_inverse:
-        rows = min(SOLVED, sizes.chunk)
-        shapes.append(like((batch, owners, count * sizes.chunks, rows, sizes.chunk), plan.start_dtype, *inputs))
-        out_specs.append(blocks.per_step(sizes.chunks, rows, sizes.chunk))
+    for matrix in kept_shapes(plan) if keeps else ():
+        shapes.append(like((batch, owners, count * sizes.chunks, *matrix), plan.kept_dtype, *inputs))
+        out_specs.append(blocks.per_step(sizes.chunks, *matrix))
     body = functools.partial(_body, plan, count, document is not None, form, keeps)
     call = kernel_call("gated_delta_forward", body, plan, (batch, blocks_of_owners, count), specs, out_specs, aliases)
     return call(shapes, chunks, inputs)
