@@ -76,9 +76,9 @@ types: ## pyright
 	$(install) dev test
 	@$(VENV)/bin/pyright --pythonpath $(python)
 
-docs: ## run the page about Flax and build the site into site/, strictly: open site/index.html
+docs: ## run the code of every page and build the site into site/, strictly: open site/index.html
 	$(install) docs test
-	@JAX_PLATFORMS=cpu $(python) -m pytest -q tests/test_docs.py -k other-frameworks
+	@$(pytest) -q -m docs tests/test_docs.py $(ARGS)
 	@JAX_PLATFORMS=cpu NO_MKDOCS_2_WARNING=1 $(python) -m mkdocs build --quiet
 
 dist: ## build sdist and wheel, then run the README's first example with the wheel in an empty environment

@@ -1,4 +1,7 @@
-"""Every Python block of the README and of docs/ runs, file by file, in the order in which it is read."""
+"""Every Python block of the README and of docs/ runs, file by file, in the order in which it is read.
+
+`make test` runs the README's, `make docs` those of the other pages.
+"""
 
 import pathlib
 import re
@@ -9,11 +12,12 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+RUN = [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.docs, id=page.name) for page in PAGES]
 OPTIONAL = ["flax"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page, monkeypatch):
     text = page.read_text()
     for module in OPTIONAL:

@@ -41,6 +41,7 @@ BY_CHANNEL = RandomGates(decay="channel", erase="head", owner="key", tied=True)
 WIDE = {**SIZES, "time": 70, "batch": 1, "dtype": "bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decays", ["mild", "strong", "vast"])
 def test_a_chunk_may_forget_little_or_much(decays):
     """With bfloat16 operands each chunk takes the path that its own decays allow."""
@@ -77,6 +78,7 @@ def test_what_is_kept_for_the_backward_pass_changes_nothing(residuals):
     assert_close(pullback(kernel, problem), expected(problem), problem)
 
 
+@pytest.mark.slow
 def test_sizes_that_the_backend_chooses_are_right_too():
     problem = PROBLEMS["sla in bfloat16"]
     assert_close(pullback(PallasTPU(interpret=True), problem), expected(problem), problem)

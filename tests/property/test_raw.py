@@ -181,7 +181,9 @@ def test_backends_that_take_final_gates_get_them(backend, case):
     assert_near(actual, expected(case, arguments, cotangents), case.dtype)
 
 
-@pytest.mark.parametrize("case", EVERY)
+@pytest.mark.parametrize(
+    "case", [EVERY[0], *(pytest.param(*p.values, id=p.id, marks=pytest.mark.slow) for p in EVERY[1:])]
+)
 def test_kernels_normalise_and_activate(case):
     arguments, cotangents = case.arguments()
     actual = run_raw(KERNEL, case, arguments, cotangents)
@@ -289,6 +291,7 @@ def test_a_traced_scale_multiplies_what_is_normalised():
     np.testing.assert_allclose(run(jnp.float32(0.25))[0], out, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_devices_that_share_parameters_add_up_their_gradients():
     """Rows apart in a `shard_map`, with the replication checks that it does by default."""
     case = Case(groups=KEY_DIM, owners=KEY_HEADS)
