@@ -138,6 +138,20 @@ def test_every_public_name_is_exported_in_one_way():
         assert all(alias.asname == alias.name and not alias.name.startswith("_") for alias in node.names)
 
 
+ROOMS = sorted(path.parent.name for path in PACKAGE.glob("[a-z]*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_lists_what_it_exports(room):
+    """So that `help` of it, and `import *`, have the names; `from ._x import Name as Name` alone hides them from both."""
+    tree = ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))
+    exported = [alias.asname for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    listed = [
+        node.value for node in tree.body if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+    assert [sorted(ast.literal_eval(names)) for names in listed] == [sorted(filter(None, exported))]
+
+
 def test_the_toolkit_is_exported_and_documented():
     assert set(dir(gated_delta.testing)) >= TOOLKIT
     for name in TOOLKIT:

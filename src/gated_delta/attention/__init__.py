@@ -12,3 +12,18 @@ from ._dense import DenseAttention as DenseAttention
 from ._layer import SoftmaxAttention as SoftmaxAttention
 from ._op import explain_attention as explain_attention
 from ._op import softmax_attention as softmax_attention
+
+__all__ = [
+    "AbstractAttentionBackend",
+    "AttentionConfig",
+    "AttentionProblem",
+    "BlockedAttention",
+    "DenseAttention",
+    "KVCache",
+    "PagedKVCache",
+    "SoftmaxAttention",
+    "cached_attention",
+    "explain_attention",
+    "is_visible",
+    "softmax_attention",
+]

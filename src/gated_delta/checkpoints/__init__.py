@@ -5,3 +5,8 @@
 
 from ._mixer import export_mixer as export_mixer
 from ._mixer import load_mixer as load_mixer
+
+__all__ = [
+    "export_mixer",
+    "load_mixer",
+]

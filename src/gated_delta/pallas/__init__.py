@@ -2,3 +2,8 @@
 
 from ._config import TileConfig as TileConfig
 from ._tpu import PallasTPU as PallasTPU
+
+__all__ = [
+    "PallasTPU",
+    "TileConfig",
+]

@@ -15,3 +15,18 @@ from ._window import begin_replay as begin_replay
 from ._window import commit as commit
 from ._window import end_replay as end_replay
 from ._window import window as window
+
+__all__ = [
+    "Prefilled",
+    "ReplayState",
+    "ReplayWindow",
+    "Snapshots",
+    "StatePool",
+    "StateWindow",
+    "begin_replay",
+    "commit",
+    "end_replay",
+    "pooled_step",
+    "prefill",
+    "window",
+]

@@ -10,3 +10,13 @@ from ._mixer import local_mixers as local_mixers
 from ._per_device import PerDevice as PerDevice
 from ._specs import mixer_specs as mixer_specs
 from ._specs import state_specs as state_specs
+
+__all__ = [
+    "ContextParallel",
+    "LocalMixer",
+    "PerDevice",
+    "context_parallel_gated_delta",
+    "local_mixers",
+    "mixer_specs",
+    "state_specs",
+]

@@ -17,3 +17,23 @@ from ._sla_presets import sla_r1 as sla_r1
 from ._sla_presets import sla_r2 as sla_r2
 from ._sla_presets import sla_r4 as sla_r4
 from ._sla_presets import sla_r8 as sla_r8
+
+__all__ = [
+    "GDN",
+    "GDN2",
+    "GLA",
+    "KDA",
+    "SLA",
+    "DeltaNet",
+    "SystolicLinearAttention",
+    "delta_net",
+    "gdn",
+    "gdn2",
+    "gla",
+    "kda",
+    "sla",
+    "sla_r1",
+    "sla_r2",
+    "sla_r4",
+    "sla_r8",
+]
