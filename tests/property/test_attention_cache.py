@@ -301,7 +301,7 @@ def call(**changes):
 @pytest.mark.parametrize(
     "changes, error, message",
     [
-        (dict(cache=3), TypeError, "`cache` must be a `KVCache` or a `PagedKVCache`, but a int came"),
+        (dict(cache=3), TypeError, r"`cache` must be a `KVCache` or a `PagedKVCache`, but an? int came"),
         (dict(cache=cache_of("slots")[0]), ValueError, "`cache` has 7 slots for 3 rows: say by `slots` which"),
         (dict(cache=KVCache.empty(capacity=3, **SIZES)), ValueError, "needs a leading axis of rows or slots"),
         (

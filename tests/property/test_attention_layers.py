@@ -328,7 +328,7 @@ def test_configs_that_mean_nothing_are_refused(changes, error, message):
 
 def test_what_does_not_fit_is_said():
     mixer, x = mixer_of(PLAIN), inputs()
-    with pytest.raises(TypeError, match="needs an `AttentionConfig`, but a int came"):
+    with pytest.raises(TypeError, match=r"needs an `AttentionConfig`, but an? int came"):
         SoftmaxAttention(3, key=jax.random.key(0))
     with pytest.raises(TypeError, match="`backend` must be an attention backend such as"):
         SoftmaxAttention(PLAIN, backend="dense", key=jax.random.key(0))
@@ -338,7 +338,7 @@ def test_what_does_not_fit_is_said():
         mixer.init_state()
     with pytest.raises(ValueError, match="must be at least the window of 4 tokens"):
         mixer_of(RING).init_state(capacity=3)
-    with pytest.raises(TypeError, match="`state` must be a `KVCache`, but a int came"):
+    with pytest.raises(TypeError, match=r"`state` must be a `KVCache`, but an? int came"):
         mixer(x, 3)
     with pytest.raises(ValueError, match=r"`state` must have keys \[..., capacity, 3, 4\] .* leading axes \(2,\) for"):
         mixer(x, mixer.init_state(capacity=4))

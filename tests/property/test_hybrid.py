@@ -193,7 +193,7 @@ def test_configs_are_json():
         (dict(pattern=""), ValueError, "must be a string of the letters"),
         (dict(pattern="A"), ValueError, "`delta` goes with the letter d, and only with it"),
         (dict(attention=None), ValueError, "`attention` goes with the letter A, and only with it"),
-        (dict(delta=3), TypeError, "`delta` must be a `MixerConfig`, but a int came"),
+        (dict(delta=3), TypeError, "`delta` must be a `MixerConfig`, but an? int came"),
         (dict(attention=AttentionConfig(4, query_heads=2)), ValueError, "`delta` has 8 and `attention` 4"),
         (dict(repeats=0), ValueError, "`repeats=0` must be at least 1"),
         (dict(remat=1), TypeError, "`remat` must be True or False"),
