@@ -19,6 +19,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,10 @@ class Case:
     data: int
     model: int
     context: int
-    options: tuple[str, ...] = ()
+    options: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        return " ".join((self.topology, f"{self.data} x {self.model} x {self.context}", *self.options))
 
 
 CASES = (
@@ -44,7 +48,9 @@ CASES = (
     Case("tpu7x:2x2x2", data=4, model=2, context=2),
     Case("tpu7x:4x4x4", data=32, model=2, context=2),
     Case("tpu7x:4x4x4", data=32, model=2, context=2, options=("--fsdp",)),
+    Case("tpu7x:4x4x4", data=32, model=2, context=2, options=("--fsdp", "--backend", "pallas")),
     Case("v5p:4x4x4", data=16, model=2, context=2, options=("--fsdp",)),
+    Case("tpu7x:8x16x16", data=1024, model=2, context=2, options=("--fsdp",)),
 )
 LAYERS = ("--width", "2048", "--head", "128", "--units", "2", "--length", "8192", "--keep", "mixed")
 
@@ -52,7 +58,7 @@ LAYERS = ("--width", "2048", "--head", "128", "--units", "2", "--length", "8192"
 # ---- in a process of its own -----------------------------------------------------------------------------------------
 
 
-def compile_step(case: Case, mixer: str) -> dict:
+def compile_step(case: Case, mixer: str, layers: Sequence[str] = LAYERS) -> dict:
     """What libtpu says of the step; the environment must be `libtpu_environment`'s."""
     from importlib.metadata import version
 
@@ -62,13 +68,16 @@ def compile_step(case: Case, mixer: str) -> dict:
     sys.path.insert(0, str(HERE.parent / "examples"))
     import train_distributed as example
 
+    from gated_delta.pallas import PallasTPU
+
     devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
     rows = 2 * case.data
-    options = example.parse([*LAYERS, "--mixer", mixer, "--batch", str(rows), *case.options])
+    options = example.parse([*layers, "--mixer", mixer, "--batch", str(rows), *case.options])
     mesh = example.make_mesh(case.data, case.model, case.context, devices)
     settings = example.settings_of(options, b"")
     example.check_divisible(settings, mesh)
-    plan = example.Plan(settings, mesh, options.fsdp)
+    backend = PallasTPU(ahead_of_time=True) if options.backend == "pallas" else None
+    plan = example.Plan(settings, mesh, options.fsdp, backend)
     windows = jax.ShapeDtypeStruct((1, rows, settings.length + 1), "int32", sharding=plan.batch)
     started = time.perf_counter()
     compiled = example.make_step(plan, options.keep).lower(*plan.targets(), windows).compile()
@@ -107,7 +116,7 @@ class Text:
 def count_collectives(hlo: str) -> dict[str, dict[str, int]]:
     """How often each kind of collective runs in a call of a compiled program, and the bytes that a device gets of them.
 
-    A loop counts as often as its condition says where that is a comparison with a constant, as it is of `lax.scan`;
+    A loop counts as often as the compiler says, or as the one constant in its condition does, as `lax.scan` makes it;
     another once.
     """
     from gated_delta.testing import collectives
@@ -123,7 +132,7 @@ def count_collectives(hlo: str) -> dict[str, dict[str, int]]:
         for line in bodies[name].splitlines()[1:]:
             inner = times
             if condition := re.search(r" while\(.*condition=%?([\w.\-]+)", line):
-                inner *= trips(bodies[condition[1]])
+                inner *= trips(line, bodies[condition[1]])
             for called in CALLED.findall(line):
                 for other in re.findall(r"[\w.\-]+", called):
                     walk(other, inner)
@@ -132,17 +141,19 @@ def count_collectives(hlo: str) -> dict[str, dict[str, int]]:
     return {kind: dict(counts) for kind, counts in found.items() if counts}
 
 
-def trips(condition: str) -> int:
-    counts = re.findall(r"s32\[\]\S* constant\((\d+)\)", condition)
-    return int(counts[0]) if len(counts) == 1 and "direction=LT" in condition else 1
+def trips(loop: str, condition: str) -> int:
+    if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop):
+        return int(known[1])
+    bounds = re.findall(r"s32\[\]\S* constant\((\d+)\)", condition)
+    return int(bounds[0]) if len(bounds) == 1 else 1
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
 
-def in_own_process(case: Case, mixer: str, python: str) -> dict:
+def in_own_process(case: Case, mixer: str, python: str = sys.executable, layers: Sequence[str] = LAYERS) -> dict:
     environment = {**os.environ, **libtpu_environment(pathlib.Path("/tmp")), "LIBTPU_INIT_ARGS": ""}
-    arguments = json.dumps([dataclasses.asdict(case), mixer])
+    arguments = json.dumps([dataclasses.asdict(case), mixer, layers])
     command = [python, __file__, "--one", arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
@@ -151,54 +162,39 @@ def in_own_process(case: Case, mixer: str, python: str) -> dict:
 
 
 def table(records: list[dict]) -> Table:
-    title = "The training step, compiled for chips that are not there"
-    table = Table(title=title)
-    for column in ("topology", "devices", "data x model x context", "parameters"):
-        table.add_column(column, justify="right")
+    found = Table(title="The training step, compiled for chips that are not there")
+    for column in ("topology, data x model x context", "devices", "M parameters", "state, GB", "temporary, GB"):
+        found.add_column(column, justify="right")
     for kind in KINDS:
-        table.add_column(f"{kind}: calls, MB", justify="right")
-    for column in ("state, GB a device", "temporary, GB a device", "compiled in s"):
-        table.add_column(column, justify="right")
+        found.add_column(f"{kind}: calls, MB", justify="right")
     for one in records:
-        cells = []
-        for kind in KINDS:
-            counts = one["collectives"].get(kind)
-            cells.append(f"{counts['calls']}, {counts['bytes'] / 1e6:,.0f}" if counts else "")
-        table.add_row(
-            " ".join((one["topology"], *one["options"])),
-            str(one["devices"]),
-            f"{one['data']} x {one['model']} x {one['context']}",
-            f"{one['parameters'] / 1e6:.0f} M",
-            *cells,
-            f"{one['arguments'] / 1e9:.2f}",
-            f"{one['temporary'] / 1e9:.2f}",
-            f"{one['seconds']:.0f}",
-        )
-    return table
+        case = Case(**{field.name: one[field.name] for field in dataclasses.fields(Case)})
+        figures = f"{one['parameters'] / 1e6:.0f}", f"{one['arguments'] / 1e9:.2f}", f"{one['temporary'] / 1e9:.2f}"
+        sent = [one["collectives"].get(kind, {"calls": 0, "bytes": 0}) for kind in KINDS]
+        cells = [f"{counts['calls']}, {counts['bytes'] / 1e6:,.0f}" for counts in sent]
+        found.add_row(str(case), str(one["devices"]), *figures, *cells)
+    return found
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="topologies whose name contains this")
+    parser.add_argument("--only", default="", help="cases that contain this; the others' figures are kept")
     parser.add_argument("--mixer", default="sla", choices=("gdn", "kda", "gdn2", "sla"))
     parser.add_argument("--python", default=sys.executable, help="interpreter that has jax and libtpu (default: this)")
     parser.add_argument("--show", action="store_true", help="only the table, of the figures that are kept")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
-        case, mixer = json.loads(options.one)
-        print(json.dumps(compile_step(Case(**case), mixer)))
+        case, *others = json.loads(options.one)
+        print(json.dumps(compile_step(Case(**case), *others)))
         return
-    if not options.show:
-        chosen = [case for case in CASES if options.only in case.topology]
-        records = []
-        for case in chosen:
-            records.append(in_own_process(case, options.mixer, options.python))
-            print(f"{case.topology}: compiled in {records[-1]['seconds']:.0f} s", flush=True)
-        if not options.only:
-            RESULTS.write_text(json.dumps(records, indent=1) + "\n")
-    else:
-        records = json.loads(RESULTS.read_text())
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    chosen = [case for case in CASES if options.only in str(case)]
+    for case in () if options.show else chosen:
+        kept[str(case)] = in_own_process(case, options.mixer, options.python)
+        print(f"{case.topology}: compiled in {kept[str(case)]['seconds']:.0f} s", flush=True)
+        RESULTS.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n")
+    records = [kept[str(case)] for case in chosen if str(case) in kept]
     Console(width=None if sys.stdout.isatty() else 220).print(table(records))
     print("versions:", ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items()))
 

@@ -28,6 +28,7 @@ import re
 import sys
 import threading
 import time
+from typing import Any, cast
 
 import equinox as eqx
 import jax
@@ -55,12 +56,12 @@ from gated_delta import (
     GDN2,
     KDA,
     AttentionConfig,
-    GatedDeltaMixer,
     SoftmaxAttention,
     SystolicLinearAttention,
     cast_params,
     softmax_attention,
 )
+from gated_delta.pallas import PallasTPU
 from gated_delta.sharding import local_mixers, mixer_specs
 
 AXES = ("data", "model", "context")
@@ -97,14 +98,14 @@ and what the operator would keep by itself (`Chunked(residuals="solves")`)."""
 # --------------------------------------------------------------------------------------------------------------- model
 
 
-def make_mixer(name: str, width: int, head: int, key):
+def make_mixer(settings: Settings, backend, key):
     """SLA: four value heads for every key head, which is twice as wide."""
-    if name == "sla":
-        return SystolicLinearAttention(
-            width, group=4, key_heads=width // head // 4, key_dim=2 * head, value_dim=head, key=key
-        )
-    constructor = {"gdn": GDN, "kda": KDA, "gdn2": GDN2}[name]
-    return constructor(width, key_heads=width // head, key_dim=head, value_dim=head, key=key)
+    width, head = settings.width, settings.head
+    options: dict[str, Any] = dict(value_dim=head, backend=backend, key=key)
+    if settings.mixer == "sla":
+        return SystolicLinearAttention(width, group=4, key_heads=width // head // 4, key_dim=2 * head, **options)
+    constructor = {"gdn": GDN, "kda": KDA, "gdn2": GDN2}[settings.mixer]
+    return constructor(width, key_heads=width // head, key_dim=head, **options)
 
 
 class SwiGLU(eqx.Module):
@@ -125,7 +126,7 @@ class Block(eqx.Module):
     """Pre-norm: x + mixer(norm(x)), then x + swiglu(norm(x))."""
 
     mixer_norm: eqx.nn.RMSNorm
-    mixer: GatedDeltaMixer | SoftmaxAttention
+    mixer: Any  # GatedDeltaMixer or SoftmaxAttention
     mlp_norm: eqx.nn.RMSNorm
     mlp: SwiGLU
 
@@ -147,14 +148,15 @@ class Model(eqx.Module):
     norm: eqx.nn.RMSNorm
     head: jax.Array
 
-    def __init__(self, settings: Settings, *, key):
+    def __init__(self, settings: Settings, backend=None, *, key):
+        """`backend`: of the mixers."""
         width = settings.width
         attention = AttentionConfig(width, query_heads=width // settings.head, window=settings.length)
         keys = jax.random.split(key, 4)
 
         def mixer_block(key):
             mixer_key, mlp_key = jax.random.split(key)
-            return Block(make_mixer(settings.mixer, width, settings.head, mixer_key), width, key=mlp_key)
+            return Block(make_mixer(settings, backend, mixer_key), width, key=mlp_key)
 
         def attention_block(key):
             attention_key, mlp_key = jax.random.split(key)
@@ -278,9 +280,9 @@ def state_specs(state, model_specs: Model):
 class Plan:
     """Model and optimizer state as shapes, with the sharding of every array."""
 
-    def __init__(self, settings: Settings, mesh: Mesh, fsdp: bool = False):
-        self.settings, self.mesh = settings, mesh
-        self.optimizer = make_optimizer(settings)
+    def __init__(self, settings: Settings, mesh: Mesh, fsdp: bool = False, backend=None):
+        self.settings, self.mesh, self.backend = settings, mesh, backend
+        self.optimizer = make_optimizer(cast(Any, settings))
         self.shapes = jax.eval_shape(self._make, jax.random.key(0))
         specs = parameter_specs(self.shapes[0], mesh, fsdp)
         self.specs = specs, state_specs(self.shapes[1], specs)
@@ -288,8 +290,8 @@ class Plan:
         self.batch = NamedSharding(mesh, P(None, "data"))  # [accumulate, windows, length + 1]
 
     def _make(self, key):
-        model = Model(self.settings, key=key)
-        return model, self.optimizer.init(model)
+        model = Model(self.settings, self.backend, key=key)
+        return model, self.optimizer.init(cast(Any, model))
 
     def begin(self):
         """Model and optimizer state at the beginning: every device makes its own shards."""
@@ -313,24 +315,22 @@ class Plan:
 def mix_over(mesh: Mesh):
     """How a block's mixer is run: by every device on its own rows, heads and tokens."""
     own = P("data", "context", None)
-    split = {word: axis for word, axis in (("heads", "model"), ("context", "context")) if mesh.shape[axis] > 1}
+    heads, context = (axis if mesh.shape[axis] > 1 else None for axis in ("model", "context"))
 
     def local(mixer, x):
         if isinstance(mixer, SoftmaxAttention):
-            return attend(mixer, x, **split)
-        return local_mixers(mixer, **split)(x)[0]
+            return attend(mixer, x, heads, context)
+        return local_mixers(mixer, heads=heads, context=context)(x)[0]
 
     def mix(mixer, x):
-        if isinstance(mixer, SoftmaxAttention):
-            specs = attention_specs(mixer, split.get("heads"))
-        else:
-            specs = mixer_specs(mixer, mesh, heads=split.get("heads"))
+        is_attention = isinstance(mixer, SoftmaxAttention)
+        specs = attention_specs(mixer, heads) if is_attention else mixer_specs(mixer, mesh, heads=heads)
         return jax.shard_map(local, mesh=mesh, in_specs=(specs, own), out_specs=own)(mixer, x)
 
     return mix
 
 
-def attend(mixer: SoftmaxAttention, x, heads: str | None = None, context: str | None = None):
+def attend(mixer: SoftmaxAttention, x, heads: str | None, context: str | None):
     """The layer inside of a `shard_map`. From all heads of its own tokens a device changes to all tokens of some heads,
     and back: one `all_to_all` each way."""
 
@@ -443,13 +443,13 @@ class Checkpoints:
         step, args = self.manager.latest_step(), self.orbax.args
         if step is None:
             raise Stop(f"nothing to resume: there is no whole checkpoint in {self.folder}", 2)
-        about = self.manager.restore(step, args=args.Composite(about=args.JsonRestore())).about
+        about = self.manager.restore(step, args=args.Composite(about=args.JsonRestore()))["about"]
         mine, theirs = dataclasses.asdict(self.settings), about["settings"]
         if differing := [name for name in mine if mine[name] != theirs.get(name)]:
             differences = "; ".join(f"{name} {theirs.get(name)} there, {mine[name]} here" for name in differing)
             raise Stop(f"{self.folder} belongs to a run with other settings: {differences}", 2)
         wanted = args.Composite(arrays=args.StandardRestore(by_name(targets)))
-        arrays = self.manager.restore(step, args=wanted).arrays
+        arrays = self.manager.restore(step, args=wanted)["arrays"]
         _, structure = jax.tree.flatten(targets)
         return step, jax.tree.unflatten(structure, [arrays[name] for name in by_name(targets)]), about["curve"]
 
@@ -529,14 +529,14 @@ def train(settings: Settings, options: argparse.Namespace, training: np.ndarray,
     """The loss of every step, in nats per byte."""
     mesh = make_mesh(options.data, options.model, options.context)
     check_divisible(settings, mesh)
-    plan = Plan(settings, mesh, options.fsdp)
+    plan = Plan(settings, mesh, options.fsdp, PallasTPU() if options.backend == "pallas" else None)
     parameters = sum(x.size for x in jax.tree.leaves(plan.shapes[0]))
     over = " x ".join(f"{size} {name}" for name, size in mesh.shape.items())
     console.print(f"{settings.mixer}: {parameters / 1e6:.2f} M parameters over {over}, {jax.process_count()} processes")
 
     with Checkpoints(options.out, settings, console) if options.save_every else contextlib.nullcontext() as checkpoints:
         first, curve = 0, []
-        if options.resume:
+        if options.resume and checkpoints:
             with Watch("reading the checkpoint", options.patience):
                 first, state, curve = checkpoints.load_newest(plan.targets())
             console.print(f"resuming after step {first}")
@@ -545,10 +545,14 @@ def train(settings: Settings, options: argparse.Namespace, training: np.ndarray,
                 checkpoints.remove_all()
             state = plan.begin()
         started = time.perf_counter()
-        windows = plan.place(training_batch(training, settings, 1))
+        windows = plan.place(windows_of(training, settings, 1))
         step_function = make_step(plan, options.keep).lower(*plan.targets(), windows).compile()
         console.print(f"compiled in {time.perf_counter() - started:.1f} s")
         return run_steps(step_function, plan, state, first, curve, checkpoints, options, training, console)
+
+
+def windows_of(training: np.ndarray, settings: Settings, step: int) -> np.ndarray:
+    return training_batch(training, cast(Any, settings), step)  # by its seed, batch and length
 
 
 def run_steps(step_function, plan: Plan, state, first: int, curve, checkpoints, options, training, console):
@@ -561,7 +565,7 @@ def run_steps(step_function, plan: Plan, state, first: int, curve, checkpoints, 
         for step in range(first + 1, settings.steps + 1):
             started = time.perf_counter()
             with Watch(f"step {step}", options.patience):
-                windows = plan.place(training_batch(training, settings, step))
+                windows = plan.place(windows_of(training, settings, step))
                 *state, loss, healthy = step_function(*state, windows)
                 loss, healthy = float(loss), bool(healthy)
                 stop = anybody(interrupt.asked)
@@ -609,7 +613,7 @@ class Speed:
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = Parser(prog="train_distributed", description=__doc__.split("\n")[0])
+    parser = Parser(prog="train_distributed", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--mixer", choices=("gdn", "kda", "gdn2", "sla"), default="gdn")
     parser.add_argument("--text", type=pathlib.Path, metavar="FILE", help="default: Python's help topics")
     parser.add_argument("--out", type=pathlib.Path, metavar="DIR", help="default: runs/distributed-<mixer>")
@@ -632,6 +636,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     mesh.add_argument("--cpu-devices", type=int, default=0, metavar="N", help="as many devices on this CPU")
     memory = "what a block keeps for its backward pass: all, none, or some of " + ", ".join(NAMES)
     parser.add_argument("--keep", type=parse_keep, default=("mixed",), metavar="NAMES", help=memory)
+    parser.add_argument(
+        "--backend", choices=("xla", "pallas"), default="xla", help="of the mixers; pallas: TPU kernels"
+    )
     parser.add_argument("--save-every", type=int, default=50, metavar="STEPS", help="0: never")
     parser.add_argument("--log-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--peak", type=float, metavar="TFLOPS", help="of a device, where its kind is not known")

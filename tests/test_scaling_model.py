@@ -1,16 +1,21 @@
-"""The prediction of training steps at scale: its counts against published models, and laws of its arithmetic."""
+"""Training steps at scale: the prediction's counts against published models, laws of its arithmetic, and the count of
+what a compiled program sends."""
 
 import dataclasses
 import pathlib
 import sys
 
 import jax
+import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "benchmarks"))
 
+import aot_train_step as partition
 import scaling_model as scaling
 
 
@@ -85,3 +90,21 @@ def test_the_published_range_needs_what_the_page_says():
     """By the default plan all models lie within it, at as many value heads."""
     gains = [scaling.gain(model, CHOSEN["heads"], KDA, scaling.Plan()) for model in MODELS]
     assert all(scaling.PUBLISHED[0] <= gain <= scaling.PUBLISHED[1] for gain in gains)
+
+
+@pytest.mark.parametrize("outer, inner", [(1, 1), (3, 1), (3, 5)])
+def test_what_is_sent_in_loops_is_counted_as_often_as_they_run(outer, inner):
+    mesh = jax.make_mesh((2,), ("all",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+
+    def sums(x, count):
+        return jax.lax.scan(lambda x, _: (jax.lax.psum(x, "all") / 2, None), x, None, count)[0]
+
+    def local(x):
+        x, _ = jax.lax.scan(lambda x, _: (sums(x, inner), None), x, None, outer)
+        return jax.lax.ppermute(x, "all", [(0, 1)])
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=P("all"), out_specs=P("all"), check_vma=False)
+    compiled = jax.jit(run).lower(jnp.zeros((2, 3, 7))).compile()
+    counted = partition.count_collectives(compiled.as_text())
+    assert counted["all-reduce"] == {"calls": outer * inner, "bytes": outer * inner * 3 * 7 * 4}
+    assert counted["collective-permute"] == {"calls": 1, "bytes": 3 * 7 * 4}
