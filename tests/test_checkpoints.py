@@ -745,14 +745,14 @@ def test_broken_shards_and_indices(tmp_path):
     save_file({}, shard)
     assert "but of these it has model-00002-of-00009.safetensors, model-00007" in refusal(tmp_path, FileNotFoundError)
     assert refusal(tmp_path / "nowhere", FileNotFoundError) == f"There is no checkpoint `{tmp_path / 'nowhere'}`."
-    assert "but a int came" in refusal(3, TypeError)
+    assert "but an int came" in refusal(3, TypeError)
 
 
 def test_configs_that_say_too_little_or_too_much(tmp_path):
     tensors = change(make_tensors("qwen3_5"))
     assert refusal(tensors, ValueError, config=None).startswith("A mapping of arrays needs `config=...`")
     assert refusal(tensors, FileNotFoundError, config=tmp_path).startswith(f"There is no `{tmp_path}/config.json`")
-    assert refusal(tensors, TypeError, config=3).endswith("but a int came.")
+    assert refusal(tensors, TypeError, config=3).endswith("but an int came.")
     message = refusal(tensors, ValueError, config={"model_type": "qwen3_5", "hidden_size": 12})
     assert message == (
         "The config of a qwen3_5 layer needs `linear_num_key_heads`, but has only hidden_size, model_type."

@@ -399,7 +399,7 @@ def bad_calls():
         "no int": (lambda: StatePool(state, 2.0), TypeError, "`slots` to be a Python int, .* but a float came"),
         "no slots": (lambda: StatePool(state, 0), ValueError, r"`StatePool\(slots=0\)` must have at least 1"),
         "no state": (lambda: StatePool({}, 2), ValueError, "needs a state with at least one array"),
-        "a number": (lambda: StatePool({"n": 0}, 2), TypeError, r"initial\['n'\] is a int"),
+        "a number": (lambda: StatePool({"n": 0}, 2), TypeError, r"initial\['n'\] is an int"),
         "no recurrent": (
             lambda: StatePool(jnp.zeros(2), 2, recurrent_dtype=jnp.bfloat16),
             ValueError,

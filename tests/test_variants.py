@@ -569,7 +569,7 @@ def test_arguments_that_do_not_fit_are_refused():
             r"`state.q_window` must have the shape \(2, 3, 8\) for this call, but it is \(3, 8\)",
         ),
         ((x[0], state), {}, ValueError, r"`state.q_window` must have the shape \(3, 8\) for this call"),
-        ((x, x), {}, TypeError, r"`state` must be a `MixerState`, but a ndarray came"),
+        ((x, x), {}, TypeError, r"`state` must be a `MixerState`, but a NumPy array came"),
         (
             (x[0], state),
             dict(cu_seqlens=np.array([0, 5])),

@@ -16,7 +16,7 @@ from ._linear import Linear
 from ._norm import RMSNorm
 from ._pooled import pooled_token
 from ._slots import is_slot
-from ._types import as_float_array, no_type_check
+from ._types import a_type, as_float_array, no_type_check
 from ._variant import Initialisation, MixerConfig, check_entries, check_size, check_word, make_floats
 from .attention import AbstractAttentionBackend, AttentionConfig, KVCache, SoftmaxAttention
 
@@ -69,7 +69,7 @@ class HybridConfig:
                     f"the letter {letter}, and only with it."
                 )
             if config is not None and not isinstance(config, kind):
-                raise TypeError(f"`{name}` must be a `{kind.__name__}`, but a {type(config).__name__} came.")
+                raise TypeError(f"`{name}` must be a `{kind.__name__}`, but {a_type(config)} came.")
         if self.delta is not None and self.attention is not None and self.delta.model != self.attention.model:
             raise ValueError(
                 f"All mixers of a stack have one `model`, but `delta` has {self.delta.model} and `attention` "
@@ -79,7 +79,7 @@ class HybridConfig:
             raise ValueError(f"`norm_eps={self.norm_eps}` must be above 0: a zero vector has no direction.")
         for name in ("norm_one_plus", "remat"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"`{name}` must be True or False, but a {type(getattr(self, name)).__name__} came.")
+                raise TypeError(f"`{name}` must be True or False, but {a_type(getattr(self, name))} came.")
         check_word("HybridConfig", "init", self.init, Initialisation)
 
     @property
@@ -207,7 +207,7 @@ class HybridStack(eqx.Module):
         """`backend` is that of the gated delta mixers, `attention_backend` that of softmax attention; `None`: the first
         that can run."""
         if not isinstance(config, HybridConfig):
-            raise TypeError(f"`HybridStack` needs a `HybridConfig`, but a {type(config).__name__} came.")
+            raise TypeError(f"`HybridStack` needs a `HybridConfig`, but {a_type(config)} came.")
         self.config = config
         options: dict[str, Any] = dict(backend=backend, attention_backend=attention_backend)
         keys = jax.random.split(key, (len(config.pattern), config.repeats))
@@ -341,7 +341,7 @@ class HybridStack(eqx.Module):
         if not isinstance(state, tuple) or len(state) != len(self.blocks):
             raise TypeError(
                 f"`state` must be a tuple of the states of {len(self.blocks)} mixers, as `stack.init_state` makes it, "
-                f"but a {type(state).__name__} came."
+                f"but {a_type(state)} came."
             )
 
 

@@ -22,7 +22,7 @@ from ._options import check_precision
 from ._raw_gates import RawGates
 from ._rows import Rows, make_rows
 from ._step import gated_delta_raw_step, gated_delta_step
-from ._types import accumulation_dtype, as_float_array, operand_dtype
+from ._types import a_type, accumulation_dtype, as_float_array, operand_dtype
 from ._variant import MixerConfig, no_type_check
 
 
@@ -83,7 +83,7 @@ class GatedDeltaMixer(eqx.Module):
     @no_type_check
     def __init__(self, config: MixerConfig, *, backend: AbstractBackend | None = None, key: PRNGKeyArray):
         if not isinstance(config, MixerConfig):
-            raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but a {type(config).__name__} came.")
+            raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but {a_type(config)} came.")
         check_named(backend)
         _check_operator_options(config)
         keys = jax.random.split(key, 11)
@@ -418,7 +418,7 @@ class GatedDeltaMixer(eqx.Module):
         if state is None:
             return
         if not isinstance(state, MixerState):
-            raise TypeError(f"`state` must be a `MixerState`, but a {type(state).__name__} came.")
+            raise TypeError(f"`state` must be a `MixerState`, but {a_type(state)} came.")
         names = ("q_window", "k_window", "v_window", "recurrent")
         for name, shape in zip(names, self._state_shapes(lead), strict=True):
             came = getattr(state, name)

@@ -21,6 +21,7 @@ from ._packing import check_packing
 from ._raw_gates import Prologue, RawGates
 from ._types import (
     Scalar,
+    a_type,
     accumulation_dtype,
     as_float_array,
     is_concrete,
@@ -395,7 +396,7 @@ def _check_shapes(q, k, v):
 def _check_gates_type(gates) -> Gates:
     if not isinstance(gates, Gates):
         raise TypeError(
-            f"`gates` must be a `gated_delta.Gates`, but a {type(gates).__name__} came. Build it with "
+            f"`gates` must be a `gated_delta.Gates`, but {a_type(gates)} came. Build it with "
             "`Gates(log_decay, erase, write)`, or with `Gates.tied(beta, log_decay)` where beta both erases and writes."
         )
     return gates
@@ -404,8 +405,7 @@ def _check_gates_type(gates) -> Gates:
 def _check_raw(gates, qk_norm) -> RawGates:
     if not isinstance(gates, RawGates):
         raise TypeError(
-            f"`gates` must be a `gated_delta.RawGates`, but a {type(gates).__name__} came. For final gates use "
-            "`gated_delta`."
+            f"`gates` must be a `gated_delta.RawGates`, but {a_type(gates)} came. For final gates use `gated_delta`."
         )
     if qk_norm not in _NORMS:
         raise ValueError(f"`qk_norm={qk_norm!r}` must be one of {_NORMS}.")
@@ -486,7 +486,7 @@ def _check_parameters(gates: RawGates, raw_decay, batch: int, dtype):
 def _check_inverse(inverse, erase_max: float, log_decay_min: float | None, operand):
     """`log_decay_min`: `None` where there is no bound, or no decay."""
     if not isinstance(inverse, str):
-        raise TypeError(f"`inverse` must be a string, but a {type(inverse).__name__} came.")
+        raise TypeError(f"`inverse` must be a string, but {a_type(inverse)} came.")
     name, _, terms = inverse.partition(":")
     good = inverse in ("exact", "approx", "substitution") or (
         name == "truncated" and terms.isdecimal() and int(terms) > 0

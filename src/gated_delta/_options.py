@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._types import a_type
+
 _PRECISIONS = ("default", "high", "highest")
 
 
@@ -31,7 +33,7 @@ def check_scale(scale: Any, key_dim: int) -> float | jax.Array:
     if scale is None:
         return key_dim**-0.5
     if isinstance(scale, bool) or not isinstance(scale, (int, float, np.generic, np.ndarray, jax.Array)):
-        raise TypeError(f"`scale` must be a number or a scalar array, but a {type(scale).__name__} came.")
+        raise TypeError(f"`scale` must be a number or a scalar array, but {a_type(scale)} came.")
     if isinstance(scale, (int, float)):
         return float(scale)
     if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):

@@ -7,7 +7,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from ._types import is_concrete
+from ._types import a_type, is_concrete
 
 
 class Packing(eqx.Module):
@@ -59,9 +59,7 @@ def check_packing(
             f"`segment_ids` must be [batch, time] = {(batch, time)}, but its shape is {segment_ids.shape}."
         )
     if num_segments is not None and (isinstance(num_segments, bool) or not isinstance(num_segments, int)):
-        raise TypeError(
-            f"`num_segments` must be a Python int, since it is a shape, but a {type(num_segments).__name__} came."
-        )
+        raise TypeError(f"`num_segments` must be a Python int, since it is a shape, but {a_type(num_segments)} came.")
     if num_segments is not None and num_segments < 1:
         raise ValueError(f"`num_segments` must be at least 1, but it is {num_segments}.")
     segment_ids = check_ids(segment_ids, num_segments, checked)
@@ -74,7 +72,7 @@ def as_int_array(name, value):
     **Raises:** `TypeError` that says `name` and what came.
     """
     if not isinstance(value, (jax.Array, np.ndarray)):
-        raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but a {type(value).__name__} came.")
+        raise TypeError(f"`{name}` must be a JAX or NumPy array of integers, but {a_type(value)} came.")
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise TypeError(f"`{name}` must hold integers, but its dtype is {value.dtype}.")
     return value

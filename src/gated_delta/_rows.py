@@ -10,7 +10,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from ._packing import check_packing
-from ._types import is_concrete
+from ._types import a_type, is_concrete
 
 
 class Documents(eqx.Module):
@@ -135,7 +135,7 @@ def _documents(packing, real, segment_ids, offsets):
 
 def _check_mask(mask, batch, time):
     if not isinstance(mask, (jax.Array, np.ndarray)) or mask.dtype != bool:
-        came = f"dtype {mask.dtype}" if isinstance(mask, (jax.Array, np.ndarray)) else f"a {type(mask).__name__}"
+        came = f"dtype {mask.dtype}" if isinstance(mask, (jax.Array, np.ndarray)) else a_type(mask)
         raise TypeError(
             f"`mask` must be a boolean JAX or NumPy array, true at real tokens, but {came} came. For a mask of ones "
             "and zeros use `mask != 0`; for documents use `segment_ids`."

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int, Shaped
 
-from ._types import is_concrete
+from ._types import a_type, is_concrete
 
 
 def is_slot(slots: Any, count: int) -> Any:
@@ -24,7 +24,7 @@ def check_slots(slots: Any, count: int, rows: int | None = None) -> Any:
     **Raises:** `TypeError` and `ValueError` for anything else, and where there are not `rows` of them.
     """
     if not isinstance(slots, (jax.Array, np.ndarray)) or not jnp.issubdtype(slots.dtype, jnp.integer):
-        came = f"dtype {slots.dtype}" if isinstance(slots, (jax.Array, np.ndarray)) else f"a {type(slots).__name__}"
+        came = f"dtype {slots.dtype}" if isinstance(slots, (jax.Array, np.ndarray)) else a_type(slots)
         raise TypeError(f"`slots` must be a JAX or NumPy array of integers, one for each row, but {came} came.")
     if slots.ndim != 1:
         raise ValueError(f"`slots` must be [rows], but its shape is {slots.shape}.")

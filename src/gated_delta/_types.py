@@ -49,15 +49,21 @@ def accumulation_dtype(operand) -> jnp.dtype:
     return jnp.dtype(jnp.float64) if jnp.dtype(operand) == jnp.float64 else jnp.dtype(jnp.float32)
 
 
+def a_type(value) -> str:
+    """What `value` is, with its article, for messages: "an int", "a list", "a JAX array"."""
+    if isinstance(value, (jax.Array, np.ndarray)):
+        return "a JAX array" if isinstance(value, jax.Array) else "a NumPy array"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def as_float_array(name: str, value) -> jax.Array:
     """`value` as a floating-point JAX array.
 
     **Raises:** `TypeError` that says `name` and what came, for anything but a float array of JAX or NumPy.
     """
     if not isinstance(value, (jax.Array, np.ndarray, np.generic)):
-        raise TypeError(
-            f"`{name}` must be a JAX or NumPy array of floating-point numbers, but a {type(value).__name__} came."
-        )
+        raise TypeError(f"`{name}` must be a JAX or NumPy array of floating-point numbers, but {a_type(value)} came.")
     check_float_dtype(name, value.dtype)
     return jnp.asarray(value)
 

@@ -5,7 +5,7 @@ import json
 from typing import Any, Literal, TypeAlias, TypedDict, get_args
 
 from ._activations import Activation, NormNumerics
-from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity, no_type_check
+from ._types import DecayGranularity, EraseGranularity, Owner, WriteGranularity, a_type, no_type_check
 
 QKNorm: TypeAlias = Literal["l2", "none"]
 Initialisation: TypeAlias = Literal["uniform", "normal", "xavier"]
@@ -131,9 +131,7 @@ class MixerConfig:
     def __post_init__(self):
         make_floats(self, "norm_eps")
         if not isinstance(self.variant, Variant):
-            raise TypeError(
-                f"`MixerConfig(variant=...)` must be a `Variant`, but a {type(self.variant).__name__} came."
-            )
+            raise TypeError(f"`MixerConfig(variant=...)` must be a `Variant`, but {a_type(self.variant)} came.")
         for name in ("model", "key_heads", "value_heads", "key_dim", "value_dim"):
             check_size(name, getattr(self, name))
         for name in ("conv_width", "decay_rank", "output_gate_rank"):
@@ -218,7 +216,7 @@ def make_floats(record, *names: str):
 def check_numbers(name: str, *values):
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise TypeError(f"`{name}` must be a Python number, since it is static, but a {type(value).__name__} came.")
+            raise TypeError(f"`{name}` must be a Python number, since it is static, but {a_type(value)} came.")
 
 
 def check_word(owner: str, name: str, value, allowed):
@@ -229,7 +227,7 @@ def check_word(owner: str, name: str, value, allowed):
 
 def check_size(name: str, value):
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be a Python int, since it is a shape, but a {type(value).__name__} came.")
+        raise TypeError(f"`{name}` must be a Python int, since it is a shape, but {a_type(value)} came.")
     if value < 1:
         raise ValueError(f"`{name}={value}` must be at least 1.")
 

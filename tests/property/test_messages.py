@@ -113,7 +113,7 @@ ERRORS = {
     "no Gates": (
         call(gates=zeros(B, T, H)),
         TypeError,
-        r"`gates` must be a `gated_delta.Gates`, but a ndarray came. Buil",
+        r"`gates` must be a `gated_delta.Gates`, but a NumPy array came. Buil",
     ),
     "gate list": (lambda: Gates(erase=[0.5]), TypeError, r"`erase` must be a JAX or NumPy array .* but a list came"),
     "gate integers": (
@@ -203,7 +203,12 @@ ERRORS = {
         r"`gates.erase` must .* value is -1, at",
     ),
     # options
-    "inverse number": (call(inverse=3), TypeError, r"`inverse` must be a string, but a int came"),
+    "gates as a JAX array": (
+        lambda: call(gates=jnp.zeros(3))(),
+        TypeError,
+        r"`gates` must be a `gated_delta.Gates`, but a JAX array came. Build it with",
+    ),
+    "inverse number": (call(inverse=3), TypeError, r"`inverse` must be a string, but an int came"),
     "inverse word": (
         call(inverse="newton"),
         ValueError,

@@ -8,7 +8,7 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gated_delta._types import accumulation_dtype
+from gated_delta._types import a_type, accumulation_dtype
 
 
 class AttentionProblem(eqx.Module):
@@ -142,6 +142,6 @@ def check_named(named: Any):
     """
     if named is not None and not isinstance(named, AbstractAttentionBackend):
         raise TypeError(
-            "`backend` must be an attention backend such as `gated_delta.attention.BlockedAttention()`, or None, but a "
-            f"{type(named).__name__} came."
+            "`backend` must be an attention backend such as `gated_delta.attention.BlockedAttention()`, or None, but "
+            f"{a_type(named)} came."
         )

@@ -14,7 +14,7 @@ from gated_delta._explicit import is_sharded_explicitly
 from gated_delta._options import check_precision, check_scale
 from gated_delta._rows import Documents
 from gated_delta._slots import check_distinct, check_fresh, check_slots, is_slot
-from gated_delta._types import Scalar, accumulation_dtype, as_float_array, no_type_check, operand_dtype
+from gated_delta._types import Scalar, a_type, accumulation_dtype, as_float_array, no_type_check, operand_dtype
 
 from ._backend import AbstractAttentionBackend, AttentionProblem
 from ._cache import KVCache, PagedKVCache, check_lengths, own, put_rows
@@ -331,7 +331,7 @@ def _spoiled(tokens: Tokens, position, bad, lost, window: int | None) -> Bool[Ar
 def check_cache(cache: Any, k_shape: tuple[int, ...], v_shape: tuple[int, ...], has_slots: bool):
     """`cache` has a leading axis and fits keys and values of these shapes."""
     if not isinstance(cache, (KVCache, PagedKVCache)):
-        raise TypeError(f"`cache` must be a `KVCache` or a `PagedKVCache`, but a {type(cache).__name__} came.")
+        raise TypeError(f"`cache` must be a `KVCache` or a `PagedKVCache`, but {a_type(cache)} came.")
     rows, _, kv_heads, key_dim = k_shape
     if cache.keys.ndim != 4 or cache.count.ndim != 1:
         raise ValueError(

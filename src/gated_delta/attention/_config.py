@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeAlias
 
 from gated_delta._activations import Activation
 from gated_delta._options import check_precision
-from gated_delta._types import no_type_check
+from gated_delta._types import a_type, no_type_check
 from gated_delta._variant import (
     Initialisation,
     check_entries,
@@ -102,7 +102,7 @@ class AttentionConfig:
         if self.softcap is not None and not 0 < self.softcap < float("inf"):
             raise ValueError(f"`softcap={self.softcap}` must be above 0 and finite. `None` is no cap.")
         if not isinstance(self.norm_one_plus, bool):
-            raise TypeError(f"`norm_one_plus` must be True or False, but a {type(self.norm_one_plus).__name__} came.")
+            raise TypeError(f"`norm_one_plus` must be True or False, but {a_type(self.norm_one_plus)} came.")
         check_word("AttentionConfig", "qk_norm", self.qk_norm, HeadNorm)
         check_word("AttentionConfig", "init", self.init, Initialisation)
         if self.output_gate is not None:

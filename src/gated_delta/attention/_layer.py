@@ -15,7 +15,7 @@ from gated_delta._norm import RMSNorm
 from gated_delta._options import check_precision
 from gated_delta._rows import Rows, make_rows
 from gated_delta._slots import check_distinct, check_fresh, check_slots
-from gated_delta._types import as_float_array, no_type_check
+from gated_delta._types import a_type, as_float_array, no_type_check
 
 from ._backend import AbstractAttentionBackend, check_named
 from ._cache import KVCache, PagedKVCache, check_lengths
@@ -57,7 +57,7 @@ class SoftmaxAttention(eqx.Module):
     @no_type_check
     def __init__(self, config: AttentionConfig, *, backend: AbstractAttentionBackend | None = None, key: PRNGKeyArray):
         if not isinstance(config, AttentionConfig):
-            raise TypeError(f"`SoftmaxAttention` needs an `AttentionConfig`, but a {type(config).__name__} came.")
+            raise TypeError(f"`SoftmaxAttention` needs an `AttentionConfig`, but {a_type(config)} came.")
         check_named(backend)
         query_heads, kv_heads, key_dim, value_dim = config.sizes
         keys = jax.random.split(key, 5)
@@ -278,9 +278,7 @@ class SoftmaxAttention(eqx.Module):
         if state is None:
             return
         if not isinstance(state, KVCache):
-            raise TypeError(
-                f"`state` must be a `KVCache`, but a {type(state).__name__} came. Slots and pages are for `extend`."
-            )
+            raise TypeError(f"`state` must be a `KVCache`, but {a_type(state)} came. Slots and pages are for `extend`.")
         _, kv_heads, key_dim, value_dim = self.config.sizes
         came = state.keys.shape
         wanted = (*lead, came[-3] if len(came) > 2 else 1, kv_heads)

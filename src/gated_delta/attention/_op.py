@@ -15,6 +15,7 @@ from gated_delta._options import check_precision, check_scale
 from gated_delta._packing import as_int_array, check_ids, check_packing
 from gated_delta._types import (
     Scalar,
+    a_type,
     accumulation_dtype,
     as_float_array,
     is_concrete,
@@ -272,18 +273,18 @@ def check_options(options: Options):
         _check_flag(name, getattr(options, name))
     window, softcap = options.window, options.softcap
     if window is not None and (isinstance(window, bool) or not isinstance(window, int)):
-        raise TypeError(f"`window` must be a Python int, since it is static, but a {type(window).__name__} came.")
+        raise TypeError(f"`window` must be a Python int, since it is static, but {a_type(window)} came.")
     if window is not None and window < 1:
         raise ValueError(f"`window={window}` must be at least 1: a query sees itself. `None` is no window.")
     if softcap is not None and (isinstance(softcap, bool) or not isinstance(softcap, (int, float))):
-        raise TypeError(f"`softcap` must be a Python number, since it is static, but a {type(softcap).__name__} came.")
+        raise TypeError(f"`softcap` must be a Python number, since it is static, but {a_type(softcap)} came.")
     if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"`softcap={softcap}` must be above 0 and finite. `None` is no cap.")
 
 
 def _check_flag(name: str, value):
     if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, since it is static, but a {type(value).__name__} came.")
+        raise TypeError(f"`{name}` must be True or False, since it is static, but {a_type(value)} came.")
 
 
 def _check_offset(offset, batch: int, checked: bool):

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from gated_delta._types import a_type
+
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -43,7 +45,7 @@ def open_checkpoint(source: Any) -> Checkpoint:
     if not isinstance(source, (str, os.PathLike)):
         raise TypeError(
             "A checkpoint is the path of a safetensors file, of its index or of their folder, or a mapping of names to "
-            f"arrays, but a {type(source).__name__} came."
+            f"arrays, but {a_type(source)} came."
         )
     path = _find_file(Path(source))
     if path.suffix == ".json":
@@ -63,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"`{path}` is not readable as JSON: {error}.") from error
     if not isinstance(value, dict):
-        raise ValueError(f"`{path}` must hold a JSON object, but it holds a {type(value).__name__}.")
+        raise ValueError(f"`{path}` must hold a JSON object, but it holds {a_type(value)}.")
     return value
 
 
@@ -134,6 +136,6 @@ def _find_in_mapping(arrays: Mapping[str, Any], names: Iterable[str]) -> dict[st
     for name in names:
         array = arrays[name]
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
-            raise TypeError(f"`{name}` must be a NumPy or JAX array, but it is a {type(array).__name__}.")
+            raise TypeError(f"`{name}` must be a NumPy or JAX array, but it is {a_type(array)}.")
         found[name] = Stored(tuple(array.shape), str(array.dtype), functools.partial(np.asarray, array))
     return found

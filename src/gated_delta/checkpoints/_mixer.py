@@ -14,7 +14,7 @@ import numpy as np
 from gated_delta._activations import Activation
 from gated_delta._backend import AbstractBackend
 from gated_delta._layer import GatedDeltaMixer
-from gated_delta._types import accumulation_dtype, no_type_check
+from gated_delta._types import a_type, accumulation_dtype, no_type_check
 from gated_delta._variant import MixerConfig
 
 from ._config import Config, mixer_config
@@ -100,7 +100,7 @@ def export_mixer(
     **Raises:** as `load_mixer`, where mixer and checkpoint do not fit.
     """
     if not isinstance(mixer, GatedDeltaMixer):
-        raise TypeError(f"`export_mixer` needs a `GatedDeltaMixer`, but a {type(mixer).__name__} came.")
+        raise TypeError(f"`export_mixer` needs a `GatedDeltaMixer`, but {a_type(mixer)} came.")
     stored = _find_layer(like, layer)
     arrays, exported = _parameters(mixer), {}
     for tensor in _make_plan(_families_like(stored.names)[0], mixer, stored):
@@ -177,8 +177,7 @@ def _read_config(config: Any, checkpoint: Checkpoint) -> dict[str, Any]:
         config = read_json(path)
     if not isinstance(config, Mapping):
         raise TypeError(
-            "`config` must be a path, what is in a config.json, or a `MixerConfig`, but a "
-            f"{type(config).__name__} came."
+            f"`config` must be a path, what is in a config.json, or a `MixerConfig`, but {a_type(config)} came."
         )
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, Mapping) else dict(config)

@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Int
 
 from gated_delta._layer import MixerState
 from gated_delta._slots import check_distinct, check_fresh, check_slots, put, take
-from gated_delta._types import check_float_dtype, no_type_check
+from gated_delta._types import a_type, check_float_dtype, no_type_check
 
 S = TypeVar("S")
 
@@ -46,7 +46,7 @@ class StatePool(eqx.Module, Generic[S]):
         """
         if isinstance(slots, bool) or not isinstance(slots, int):
             raise TypeError(
-                f"`StatePool` needs `slots` to be a Python int, since it is a shape, but a {type(slots).__name__} came."
+                f"`StatePool` needs `slots` to be a Python int, since it is a shape, but {a_type(slots)} came."
             )
         if slots < 1:
             raise ValueError(f"`StatePool(slots={slots})` must have at least 1 slot.")
@@ -129,7 +129,7 @@ class StatePool(eqx.Module, Generic[S]):
 def _copy(path, leaf):
     if not isinstance(leaf, (jax.Array, np.ndarray)):
         raise TypeError(
-            f"`StatePool` needs a tree of arrays, but initial{jax.tree_util.keystr(path)} is a {type(leaf).__name__}. "
+            f"`StatePool` needs a tree of arrays, but initial{jax.tree_util.keystr(path)} is {a_type(leaf)}. "
             "A number that changes belongs in an array, one that does not in the model."
         )
     return jnp.array(leaf, jnp.result_type(leaf))  # never weakly typed: what a program returns would be another type

@@ -18,7 +18,7 @@ from gated_delta._gates import Gates
 from gated_delta._layer import GatedDeltaMixer, MixerState
 from gated_delta._op import gated_delta
 from gated_delta._recurrent import Recurrent
-from gated_delta._types import accumulation_dtype, as_float_array, is_concrete, no_type_check
+from gated_delta._types import a_type, accumulation_dtype, as_float_array, is_concrete, no_type_check
 
 Triple = tuple[Any, Any, Any]  # something of queries, keys and values
 
@@ -165,7 +165,7 @@ def begin_replay(mixer: GatedDeltaMixer, state: MixerState, *, capacity: int = 1
         Give the dtype of `x` where it differs.
     """
     if not isinstance(state, MixerState):
-        raise TypeError(f"`begin_replay` needs a `MixerState`, but a {type(state).__name__} came.")
+        raise TypeError(f"`begin_replay` needs a `MixerState`, but {a_type(state)} came.")
     if isinstance(capacity, bool) or not isinstance(capacity, int) or capacity < 1:
         raise ValueError(f"`begin_replay` needs `capacity` to be an int of at least 1, not {capacity!r}.")
     lead = state.recurrent.shape[:-3]
@@ -182,7 +182,7 @@ def begin_replay(mixer: GatedDeltaMixer, state: MixerState, *, capacity: int = 1
 def end_replay(mixer: GatedDeltaMixer, replay: ReplayState) -> MixerState:
     """The state after the records that count."""
     if not isinstance(replay, ReplayState):
-        raise TypeError(f"`end_replay` needs a `ReplayState`, but a {type(replay).__name__} came.")
+        raise TypeError(f"`end_replay` needs a `ReplayState`, but {a_type(replay)} came.")
     lead = replay.count.shape
     _check_replay(mixer, replay, lead, 0)
     if lead:
@@ -344,7 +344,7 @@ def _check_kind(keep, state):
     wanted = ReplayState if keep == "replay" else MixerState
     if not isinstance(state, wanted):
         raise TypeError(
-            f"`window(keep={keep!r})` needs a `{wanted.__name__}`, but a {type(state).__name__} came. `begin_replay` "
+            f"`window(keep={keep!r})` needs a `{wanted.__name__}`, but {a_type(state)} came. `begin_replay` "
             "makes a `ReplayState` of a `MixerState`, and `end_replay` the reverse."
         )
 
