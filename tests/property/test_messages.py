@@ -287,7 +287,7 @@ ERRORS = {
     "num_segments array": (
         call(segment_ids=ids([0] * T, [0] * T), num_segments=np.int32(2)),
         TypeError,
-        r"`num_segments` must be a Python int, since it is a shape, but a int32 came",
+        r"`num_segments` must be a Python int, since it is a shape, but an int32 came",
     ),
     "num_segments bool": (
         call(segment_ids=ids([0] * T, [0] * T), num_segments=True),
