@@ -17,18 +17,23 @@ from jax.experimental.pallas import tpu as pltpu
 from gated_delta._heads import LANES
 
 from ._attention_layout import (
+    COMPILER_PARAMS,
     LOG2_E,
+    Grid,
+    Pieces,
     Plan,
+    Ring,
+    Sizes,
     Stages,
     Tile,
+    Turned,
     Walk,
     Work,
-    compiler_params,
+    held_bytes,
     load_visits,
     product,
     repeat_lanes,
     slabs,
-    turn,
     visible,
 )
 from ._layout import like
@@ -37,39 +42,32 @@ from ._layout import like
 class _Block:
     """The work of one grid step."""
 
-    def __init__(self, plan: Plan, refs):
+    def __init__(self, plan: Plan, key_dim: int, value_dim: int, refs):
         self.plan, self.sizes = plan, plan.sizes
         refs = list(refs)
-        visits_ref, offset_ref = refs.pop(0), refs.pop(0) if plan.has_offset else None
-        self.q_ref, self.k_ref, self.v_ref, self.d_out_ref = (refs.pop(0).at[0, 0] for _ in range(4))
+        visits_ref, numbers_ref = refs.pop(0), refs.pop(0)
+        self.q, self.k, self.v, self.d_out = (
+            Pieces([refs.pop(0) for _ in range(-(-dim // LANES))], dim)
+            for dim in (key_dim, key_dim, value_dim, value_dim)
+        )
         self.lse_ref, self.delta_ref = (refs.pop(0).at[0, 0] for _ in range(2))
         has_segments = plan.rule.has_segments
         self.query_segments, self.key_segments = (refs.pop(0) if has_segments else None for _ in range(2))
         self.d_q_ref, self.d_k_ref, self.d_v_ref = refs.pop(0).at[0, 0], refs.pop(0), refs.pop(0)
         self.segment_columns = refs.pop() if has_segments else None
-        self.kT = refs.pop() if is_turned(self.k_ref.shape[1]) else None
-        (
-            self.qT,
-            self.d_outT,
-            self.lse,
-            self.delta,
-            self.scores,
-            self.d_weights,
-            self.weights,
-            self.d_scores,
-            self.d_q,
-            self.d_kT,
-            self.d_vT,
-            *self.leaving,
-        ) = refs
+        self.kT = Turned(refs.pop()) if is_turned(key_dim) else None
+        self.lse, self.delta, self.scores, self.d_weights, self.d_q, self.d_kT, self.d_vT = refs[:7]
+        self.qT, self.d_outT = map(Turned, refs[7:9])
+        self.weights, self.d_scores = map(Ring, refs[9:11])
+        self.leaving = refs[11:]
         batch, block, blocks = pl.program_id(0), pl.program_id(3), pl.num_programs(3)
         self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
-        self.position = block * self.sizes.block + (0 if offset_ref is None else offset_ref[batch])
+        self.position = block * self.sizes.block + (numbers_ref[1 + batch] if plan.has_offset else 0)
+        self.real_keys = numbers_ref[0]
         self.is_first = (pl.program_id(2) == 0) & (block == 0)
         self.is_last = (pl.program_id(2) == pl.num_programs(2) - 1) & (block == blocks - 1)
-        self.key_dim = self.k_ref.shape[1]
         stages = Stages(self.score, self.weigh, self.gather)
-        self.walk = Walk(plan, self.visits, block, self.k_ref.shape[0], stages, lambda tiles: None)
+        self.walk = Walk(plan, self.visits, block, self.k.length, stages, lambda tiles: None)
 
     def run(self):
         pl.when(self.is_first)(self.begin_head)
@@ -82,18 +80,19 @@ class _Block:
         for ref in (self.d_kT, self.d_vT):
             ref[...] = jnp.zeros_like(ref)
         if self.kT is not None:
-            turn(self.kT, self.k_ref, self.sizes.tile)
+            self.kT.fill(self.k, self.sizes.tile)
 
     def begin(self):
-        for ref in (self.weights, self.d_scores, self.d_q):
-            ref[...] = jnp.zeros_like(ref)
+        self.weights.clear()
+        self.d_scores.clear()
+        self.d_q[...] = jnp.zeros_like(self.d_q)
         columns = [(self.lse, self.lse_ref), (self.delta, self.delta_ref)]
         if self.segment_columns is not None and self.query_segments is not None:
             columns.append((self.segment_columns, self.query_segments.at[0]))
         for r in range(self.sizes.row_tiles):
             rows = self.sizes.rows(r)
-            self.qT[:, rows] = self.q_ref[rows, :].T
-            self.d_outT[:, rows] = self.d_out_ref[rows, :].T
+            self.qT.store(rows, self.q.load(rows))
+            self.d_outT.store(rows, self.d_out.load(rows))
             for column, row in columns:
                 column[rows, :] = jnp.broadcast_to(row[:, rows], (LANES, self.sizes.tile)).T
 
@@ -130,15 +129,14 @@ class _Block:
     # ---- the work of a tile
 
     def score(self, tile: Tile) -> Work:
-        size = self.sizes.tile
-        keys = pl.ds(tile.first, size)
+        rows, keys = self.sizes.rows(tile.queries), pl.ds(tile.first, self.sizes.tile)
 
         def piece(into, left, right):
-            into[tile.slot] = product(left[self.sizes.rows(tile.queries), :], right[keys, :], self.plan, turned=True)
+            into[tile.slot] = product(left.load(rows), right.load(keys), self.plan, turned=True)
 
         return [
-            functools.partial(piece, self.scores, self.q_ref, self.k_ref),
-            functools.partial(piece, self.d_weights, self.d_out_ref, self.v_ref),
+            functools.partial(piece, self.scores, self.q, self.k),
+            functools.partial(piece, self.d_weights, self.d_out, self.v),
         ]
 
     def weigh(self, tile: Tile) -> Work:
@@ -158,8 +156,8 @@ class _Block:
                 weights.append(jnp.exp2(x[i] - lse))
                 d_score = weights[-1] * (d_weights[i] - delta)
                 d_scores.append(d_score if slopes is None else d_score * slopes[8 * i : 8 * i + 8])
-            self.weights[tile.slot, c : c + count, :] = jnp.concatenate(weights).astype(self.weights.dtype)
-            self.d_scores[tile.slot, c : c + count, :] = jnp.concatenate(d_scores).astype(self.d_scores.dtype)
+            self.weights.store(tile.slot, c, jnp.concatenate(weights))
+            self.d_scores.store(tile.slot, c, jnp.concatenate(d_scores))
 
         return [functools.partial(piece, c) for c in range(0, size, count)]
 
@@ -168,16 +166,16 @@ class _Block:
         slot, plan = tile.slot, self.plan
 
         def values():
-            self.d_vT[:, keys] += product(self.d_outT[:, rows], self.weights[slot], plan)
+            self.d_vT[:, keys] += product(self.d_outT.load(rows), self.weights.load(slot), plan)
 
         def keys_():
-            self.d_kT[:, keys] += product(self.qT[:, rows], self.d_scores[slot], plan)
+            self.d_kT[:, keys] += product(self.qT.load(rows), self.d_scores.load(slot), plan)
 
         def queries():
             if self.kT is None:
-                self.d_q[rows, :] += product(self.d_scores[slot], self.k_ref[keys, :], plan)
+                self.d_q[rows, :] += product(self.d_scores.load(slot), self.k.load(keys), plan)
             else:
-                self.d_q[:, rows] += product(self.kT[:, keys], self.d_scores[slot], plan, turned=True)
+                self.d_q[:, rows] += product(self.kT.load(keys), self.d_scores.load(slot), plan, turned=True)
 
         return [values, keys_, queries]
 
@@ -195,7 +193,7 @@ class _Block:
         """Slabs of eight queries, from the `c`-th of the tile on: `-inf` where a key is not seen."""
         size, rule = self.sizes.tile, self.plan.rule
         row, column = (jax.lax.broadcasted_iota(jnp.int32, (8, size), axis) for axis in (0, 1))
-        real = None if rule.real_keys is None else column < rule.real_keys - tile.first
+        real = column < self.real_keys - tile.first if rule.has_padding else None
         query_segment = key_segment = None
         if self.key_segments is not None:
             key_segment = self.key_segments[0, :, pl.ds(tile.first, size)]
@@ -218,72 +216,63 @@ def is_turned(key_dim: int) -> bool:
 # ---- the call --------------------------------------------------------------------------------------------------------
 
 
-def _body(plan: Plan, *refs):
-    _Block(plan, refs).run()
+def _body(plan: Plan, key_dim: int, value_dim: int, *refs):
+    _Block(plan, key_dim, value_dim, refs).run()
 
 
-def backward(plan: Plan, q, k, v, d_out, lse, delta, visits, offset, segments, out_dtype):
-    """Cotangents of `q`, `k` and `v`, in `out_dtype`, as these lie.
-
-    - `lse`: `[batch, query_heads, 1, time]`, to base 2; large where a query sees nothing.
-    - `delta`: alike, sums of outputs and their cotangents, less the cotangents of log-sum-exps.
-    - others: see `forward`.
-    """
-    batch, heads, time, key_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
-    sizes, group = plan.sizes, heads // kv_heads
-    scalars = [visits.reshape(-1), *([] if offset is None else [offset])]
-
-    def of_query(b, h, g, i, *_):
-        return b, h * group + g, i, 0
-
-    def of_row(b, h, g, i, *_):
-        return b, h * group + g, 0, i
-
-    def of_key(b, h, g, i, *_):
-        return b, h, 0, 0
-
-    def queries(x):
-        return pl.BlockSpec((1, 1, sizes.block, x.shape[3]), of_query)
-
-    inputs = [q, k, v, d_out, lse, delta]
-    specs = [queries(q), *(pl.BlockSpec((1, 1, keys, x.shape[3]), of_key) for x in (k, v)), queries(d_out)]
-    specs += [pl.BlockSpec((1, 1, 1, sizes.block), of_row)] * 2
-    if segments is not None:
-        inputs += segments
-        specs += [
-            pl.BlockSpec((1, 1, sizes.block), lambda b, h, g, i, *_: (b, 0, i)),
-            pl.BlockSpec((1, 1, keys), lambda b, h, g, i, *_: (b, 0, 0)),
-        ]
-    tile = (sizes.slots, sizes.tile, sizes.tile)
-    column = (sizes.block, LANES)
+def _scratch(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_segments: bool) -> list:
+    tile, column = (sizes.slots, sizes.tile, sizes.tile), (sizes.block, LANES)
     turned = is_turned(key_dim)
-    piece = sizes.step
     scratch = [
-        pltpu.VMEM((key_dim, sizes.block), q.dtype),
-        pltpu.VMEM((value_dim, sizes.block), q.dtype),
         *[pltpu.VMEM(column, jnp.float32)] * 2,
         *[pltpu.VMEM(tile, jnp.float32)] * 2,
-        *[pltpu.VMEM(tile, q.dtype)] * 2,
         pltpu.VMEM((key_dim, sizes.block) if turned else (sizes.block, key_dim), jnp.float32),
-        pltpu.VMEM((key_dim, keys), jnp.float32),
-        pltpu.VMEM((value_dim, keys), jnp.float32),
-        *(x for dim in (key_dim, value_dim) for x in (pltpu.VMEM((2, piece, dim), out_dtype), pltpu.SemaphoreType.DMA((2,)))),
-        *([pltpu.VMEM((key_dim, keys), k.dtype)] if turned else []),
-        *([pltpu.VMEM(column, jnp.int32)] if segments is not None else []),
+        *(pltpu.VMEM((dim, keys), jnp.float32) for dim in (key_dim, value_dim)),
+        *(Turned.scratch(dim, sizes.block, sizes.tile, dtype) for dim in (key_dim, value_dim)),
+        *[Ring.scratch(sizes, dtype)] * 2,
     ]
-    where_it_lies = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
-        functools.partial(_body, plan),
-        out_shape=[like(x.shape, out_dtype, *inputs) for x in (q, k, v)],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(batch, kv_heads, group, time // sizes.block),
-            in_specs=specs,
-            out_specs=[queries(q), where_it_lies, where_it_lies],
-            scratch_shapes=scratch,
-        ),
-        compiler_params=compiler_params(),
-        interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
-        name="softmax_attention_backward",
-    )(*scalars, *inputs)
+    for dim in (key_dim, value_dim):
+        scratch += [pltpu.VMEM((2, sizes.step, dim), dtype), pltpu.SemaphoreType.DMA((2,))]
+    scratch += [Turned.scratch(key_dim, keys, sizes.tile, dtype)] if turned else []
+    return scratch + ([pltpu.VMEM(column, jnp.int32)] if has_segments else [])
+
+
+def backward_bytes(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_segments: bool) -> int:
+    """Of vector memory, for a call with that many keys."""
+    blocks = [pltpu.VMEM((rows, dim), dtype) for rows in (sizes.block, keys) for dim in (key_dim, value_dim)]
+    blocks += [pltpu.VMEM((sizes.block, key_dim), jnp.float32)]
+    blocks += [pltpu.VMEM((1, n), jnp.int32) for n in (sizes.block, sizes.block, sizes.block, keys)]
+    return 2 * held_bytes(blocks) + held_bytes(_scratch(sizes, keys, key_dim, value_dim, dtype, has_segments))
+
+
+def backward(plan: Plan, visits, numbers, segments, d_q_dtype):
+    """A function of `q`, `k`, `v` and `d_out` as they lie for `forward` and of rows `[batch, query_heads, 1, time]`:
+    the cotangents of `q`, in `d_q_dtype`, `k` and `v`.
+
+    The rows are log-sum-exps, to base 2 and large where a query sees nothing, and the sums of outputs and their
+    cotangents, less the cotangents of log-sum-exps. For the others see `forward`.
+    """
+    sizes = plan.sizes
+
+    def call(q, k, v, d_out, lse, delta):
+        batch, heads, time, key_dim = q.shape
+        kv_heads, keys, value_dim = v.shape[1:]
+        grid = Grid(batch, kv_heads, heads // kv_heads, time // sizes.block)
+        inputs, specs = grid.inputs(plan, q, k, v, d_out, rows=(lse, delta), segments=segments)
+        where_it_lies = pl.BlockSpec(memory_space=pl.ANY)
+        return pl.pallas_call(
+            functools.partial(_body, plan, key_dim, value_dim),
+            out_shape=[like(x.shape, dtype, *inputs) for x, dtype in ((q, d_q_dtype), (k, k.dtype), (v, v.dtype))],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=grid,
+                in_specs=specs,
+                out_specs=[grid.queries(sizes, key_dim), where_it_lies, where_it_lies],
+                scratch_shapes=_scratch(sizes, keys, key_dim, value_dim, q.dtype, plan.rule.has_segments),
+            ),
+            compiler_params=COMPILER_PARAMS,
+            interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
+            name="softmax_attention_backward",
+        )(visits.reshape(-1), numbers, *inputs)
+
+    return call

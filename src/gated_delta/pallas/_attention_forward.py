@@ -21,20 +21,25 @@ from jax.experimental.pallas import tpu as pltpu
 from gated_delta._heads import LANES
 
 from ._attention_layout import (
+    COMPILER_PARAMS,
     LOG2_E,
+    Grid,
+    Pieces,
     Plan,
+    Ring,
+    Sizes,
     Stages,
     Tile,
+    Turned,
     Walk,
     Work,
-    compiler_params,
     fold,
+    held_bytes,
     load_visits,
     one_after_another,
     product,
     repeat_lanes,
     slabs,
-    turn,
     visible,
 )
 from ._layout import like
@@ -45,23 +50,27 @@ _LEAST = -1e30  # an anchor before there is one
 class _Block:
     """The work of one grid step."""
 
-    def __init__(self, plan: Plan, refs):
+    def __init__(self, plan: Plan, key_dim: int, value_dim: int, refs):
         self.plan, self.sizes = plan, plan.sizes
         refs = list(refs)
-        visits_ref, offset_ref = refs.pop(0), refs.pop(0) if plan.has_offset else None
-        self.q_ref, self.k_ref, self.v_ref = (refs.pop(0).at[0, 0] for _ in range(3))
+        visits_ref, numbers_ref = refs.pop(0), refs.pop(0)
+        self.q, self.k, self.v = (
+            Pieces([refs.pop(0) for _ in range(-(-dim // LANES))], dim) for dim in (key_dim, key_dim, value_dim)
+        )
         has_segments = plan.rule.has_segments
         self.query_segments, self.key_segments = (refs.pop(0) if has_segments else None for _ in range(2))
         self.out_ref, self.lse_ref = refs.pop(0).at[0, 0], refs.pop(0).at[0, 0]
         self.segment_columns = refs.pop() if has_segments else None
-        self.vT, self.qT, self.scores, self.weights, self.acc, self.anchor, self.most, self.fade, self.total = refs
+        self.scores, self.acc, self.anchor, self.most, self.fade, self.total, *turned, weights = refs
+        (self.vT, self.qT), self.weights = map(Turned, turned), Ring(weights)
         batch, block, blocks = pl.program_id(0), pl.program_id(3), pl.num_programs(3)
         self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
         self.block = block
-        self.position = block * self.sizes.block + (0 if offset_ref is None else offset_ref[batch])
-        self.key_dim = self.k_ref.shape[1]
+        self.position = block * self.sizes.block + (numbers_ref[1 + batch] if plan.has_offset else 0)
+        self.real_keys = numbers_ref[0]
+        self.key_dim = key_dim
         stages = Stages(self.score, self.weigh, self.gather)
-        self.walk = Walk(plan, self.visits, block, self.k_ref.shape[0], stages, self.prepare_masks)
+        self.walk = Walk(plan, self.visits, block, self.k.length, stages, self.prepare_masks)
 
     def run(self):
         self.begin()
@@ -73,25 +82,26 @@ class _Block:
 
     def begin(self):
         tile = self.sizes.tile
-        pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))(lambda: turn(self.vT, self.v_ref, tile))
+        pl.when((pl.program_id(2) == 0) & (pl.program_id(3) == 0))(lambda: self.vT.fill(self.v, tile))
         self.reset()
         for r in range(self.sizes.row_tiles):
             rows = self.sizes.rows(r)
-            q = self.q_ref[rows, :]
+            q = self.q.load(rows)
             if self.is_scaled_late:
-                self.qT[:, rows] = q.T
+                self.qT.store(rows, q)
             else:
-                q = q.astype(jnp.float32) * self.factor
-                high = q.astype(self.qT.dtype)
-                self.qT[: self.key_dim, rows] = high.T
+                scaled = q.astype(jnp.float32) * self.factor
+                high = scaled.astype(q.dtype)
+                self.qT.store(rows, high)
                 if self.is_split:
-                    self.qT[self.key_dim :, rows] = (q - high.astype(q.dtype)).astype(high.dtype).T
+                    self.qT.store(rows, (scaled - high.astype(scaled.dtype)).astype(q.dtype), self.key_dim)
             few = self.finished(self.raw_scores(self.walk.key(0), min(64, tile), rows))
             anchor = jnp.broadcast_to(jnp.max(few, axis=0, keepdims=True), (8, tile))
             self.anchor[:, rows] = self.most[:, rows] = anchor
 
     def reset(self):
-        for ref in (self.acc, self.total, self.weights):
+        self.weights.clear()
+        for ref in (self.acc, self.total):
             ref[...] = jnp.zeros_like(ref)
         self.fade[...] = jnp.ones_like(self.fade)
 
@@ -111,9 +121,8 @@ class _Block:
         fine = (total >= 2.0**-80) & (total <= 2.0**60)
         if self.query_segments is not None:
             fine |= self.query_segments[0] < 0  # padding sees nothing
-        if self.plan.real_queries is not None:
-            query = self.block * self.sizes.block + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
-            fine |= query >= self.plan.real_queries
+        query = self.block * self.sizes.block + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
+        fine |= query >= self.plan.real_queries
         overflow = jnp.sum(0 * fold(jnp.add, slabs(self.acc[...])), axis=0, keepdims=True)
         return jnp.min(jnp.where(fine & (overflow == 0), 1.0, 0.0)) == 0
 
@@ -147,7 +156,7 @@ class _Block:
                 x = self.masked(x, tile, c)
             weights = [jnp.exp2(slab - now["anchor"]) for slab in x]
             now["total"] = now["total"] + fold(jnp.add, weights)
-            self.weights[tile.slot, c : c + count, :] = jnp.concatenate(weights).astype(self.weights.dtype)
+            self.weights.store(tile.slot, c, jnp.concatenate(weights))
             if tile.ends:
                 now["most"] = [fold(jnp.maximum, [*x, *now["most"]])]
 
@@ -163,11 +172,11 @@ class _Block:
         count = value_dim if value_dim <= 256 else 128
 
         def piece(c):
-            values = self.vT[c : c + count, pl.ds(tile.first, self.sizes.tile)]
+            values = self.vT.load(pl.ds(tile.first, self.sizes.tile))[c : c + count]
             old = self.acc[c : c + count, rows]
             if tile.begins:
                 old = jnp.concatenate([slab * self.fade[:, rows] for slab in slabs(old)])
-            self.acc[c : c + count, rows] = old + product(values, self.weights[tile.slot], self.plan)
+            self.acc[c : c + count, rows] = old + product(values, self.weights.load(tile.slot), self.plan)
 
         return [functools.partial(piece, c) for c in range(0, value_dim, count)]
 
@@ -197,7 +206,7 @@ class _Block:
 
     @property
     def is_split(self) -> bool:
-        return is_split(self.plan, self.key_dim)
+        return is_split(self.plan.operand, self.key_dim)
 
     @property
     def is_scaled_late(self) -> bool:
@@ -210,10 +219,10 @@ class _Block:
         return plan.scale * LOG2_E if plan.softcap is None else plan.scale / plan.softcap
 
     def raw_scores(self, first, count: int, rows: slice):
-        keys = self.k_ref[pl.ds(first, count), :]
+        keys = self.k.load(pl.ds(first, count))
         if self.is_split:
             keys = jnp.concatenate([keys, keys], axis=1)
-        return product(keys, self.qT[:, rows], self.plan)
+        return product(keys, self.qT.load(rows), self.plan)
 
     def finished(self, x):
         if self.is_scaled_late:
@@ -243,83 +252,75 @@ class _Block:
                 begin = tile.row + at
                 key_segment = repeat_lanes(self.segment_columns[begin : begin + 8, :], size)
             query = self.position + tile.queries * size - tile.first - at
-            real = None if self.plan.rule.real_keys is None else row < self.plan.rule.real_keys - tile.first - at
+            real = row < self.real_keys - tile.first - at if self.plan.rule.has_padding else None
             seen = visible(self.plan.rule, query, row - column, query_segment, key_segment, real)
             out.append(slab if seen is None else jnp.where(seen, slab, -jnp.inf))
         return out
 
 
-def is_split(plan: Plan, key_dim: int) -> bool:
+def is_split(dtype, key_dim: int) -> bool:
     """Whether scaled queries are two bfloat16 numbers that sum up: where the matrix unit has room for both."""
-    return plan.operand == "bfloat16" and key_dim == LANES
+    return dtype == jnp.bfloat16 and key_dim == LANES
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------
 
 
-def _body(plan: Plan, *refs):
-    _Block(plan, refs).run()
+def _body(plan: Plan, key_dim: int, value_dim: int, *refs):
+    _Block(plan, key_dim, value_dim, refs).run()
 
 
-def forward(plan: Plan, q, k, v, visits, offset, segments, out_dtype):
-    """Outputs `[batch, query_heads, time, value_dim]` and log-sum-exps `[batch, query_heads, 1, time]`, of whole blocks.
+def _scratch(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_segments: bool) -> list:
+    parts = 2 if is_split(dtype, key_dim) else 1
+    return [
+        pltpu.VMEM((sizes.slots, sizes.tile, sizes.tile), jnp.float32),
+        pltpu.VMEM((value_dim, sizes.block), jnp.float32),
+        *[pltpu.VMEM((8, sizes.block), jnp.float32)] * 4,
+        Turned.scratch(value_dim, keys, sizes.tile, dtype),
+        Turned.scratch(parts * key_dim, sizes.block, sizes.tile, dtype),
+        Ring.scratch(sizes, dtype),
+        *([pltpu.VMEM((sizes.step, LANES), jnp.int32)] if has_segments else []),
+    ]
+
+
+def forward_bytes(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_segments: bool) -> int:
+    """Of vector memory, for a call with that many keys."""
+    blocks = [pltpu.VMEM((rows, dim), dtype) for rows in (sizes.block, keys) for dim in (key_dim, value_dim)]
+    blocks += [pltpu.VMEM((1, n), jnp.int32) for n in (sizes.block, keys)]
+    return 2 * held_bytes(blocks) + held_bytes(_scratch(sizes, keys, key_dim, value_dim, dtype, has_segments))
+
+
+def forward(plan: Plan, visits, numbers, segments, out_dtype):
+    """A function of `q`, `k` and `v`, `[batch, heads, time, dim]` each, in whole blocks and steps: outputs, and
+    log-sum-exps `[batch, query_heads, 1, time]`.
 
     - `visits`: `[batch or 1, blocks, 4]`, of `_attention_layout.visits`.
-    - `offset`: `[batch]` or `None`.
-    - `segments`: of queries and of keys, `[batch, 1, time]` each, or `None`.
+    - `numbers`: of real keys, and, if the plan has offsets, the offset of every row.
+    - `segments`: of queries and of keys, `[batch, 1, time]` each, or nothing.
     """
-    batch, heads, time, key_dim = q.shape
-    kv_heads, keys, value_dim = v.shape[1:]
-    sizes, group = plan.sizes, heads // kv_heads
-    scalars = [visits.reshape(-1), *([] if offset is None else [offset])]
+    sizes = plan.sizes
 
-    def of_query(b, h, g, i, *_):
-        return b, h * group + g, i, 0
+    def call(q, k, v):
+        batch, heads, time, key_dim = q.shape
+        kv_heads, keys, value_dim = v.shape[1:]
+        grid = Grid(batch, kv_heads, heads // kv_heads, time // sizes.block)
+        inputs, specs = grid.inputs(plan, q, k, v, segments=segments)
+        return pl.pallas_call(
+            functools.partial(_body, plan, key_dim, value_dim),
+            out_shape=(
+                like((batch, heads, time, value_dim), out_dtype, *inputs),
+                like((batch, heads, 1, time), jnp.float32, *inputs),
+            ),
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=2,
+                grid=grid,
+                in_specs=specs,
+                out_specs=[grid.queries(sizes, value_dim), grid.row(sizes)],
+                scratch_shapes=_scratch(sizes, keys, key_dim, value_dim, v.dtype, plan.rule.has_segments),
+            ),
+            compiler_params=COMPILER_PARAMS,
+            interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
+            name="softmax_attention_forward",
+        )(visits.reshape(-1), numbers, *inputs)
 
-    def of_row(b, h, g, i, *_):
-        return b, h * group + g, 0, i
-
-    def of_key(b, h, g, i, *_):
-        return b, h, 0, 0
-
-    inputs = [q, k, v]
-    specs = [pl.BlockSpec((1, 1, sizes.block, key_dim), of_query)]
-    specs += [pl.BlockSpec((1, 1, keys, x.shape[3]), of_key) for x in (k, v)]
-    columns = []
-    if segments is not None:
-        inputs += segments
-        specs += [
-            pl.BlockSpec((1, 1, sizes.block), lambda b, h, g, i, *_: (b, 0, i)),
-            pl.BlockSpec((1, 1, keys), lambda b, h, g, i, *_: (b, 0, 0)),
-        ]
-        columns = [pltpu.VMEM((sizes.step, LANES), jnp.int32)]
-    tile = (sizes.slots, sizes.tile, sizes.tile)
-    row = pltpu.VMEM((8, sizes.block), jnp.float32)
-    return pl.pallas_call(
-        functools.partial(_body, plan),
-        out_shape=(
-            like((batch, heads, time, value_dim), out_dtype, *inputs),
-            like((batch, heads, 1, time), jnp.float32, *inputs),
-        ),
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=(batch, kv_heads, group, time // sizes.block),
-            in_specs=specs,
-            out_specs=[
-                pl.BlockSpec((1, 1, sizes.block, value_dim), of_query),
-                pl.BlockSpec((1, 1, 1, sizes.block), of_row),
-            ],
-            scratch_shapes=[
-                pltpu.VMEM((value_dim, keys), v.dtype),
-                pltpu.VMEM((key_dim * (2 if is_split(plan, key_dim) else 1), sizes.block), q.dtype),
-                pltpu.VMEM(tile, jnp.float32),
-                pltpu.VMEM(tile, v.dtype),
-                pltpu.VMEM((value_dim, sizes.block), jnp.float32),
-                *[row] * 4,
-                *columns,
-            ],
-        ),
-        compiler_params=compiler_params(),
-        interpret=pltpu.InterpretParams() if plan.interpret is True else plan.interpret,
-        name="softmax_attention_forward",
-    )(*scalars, *inputs)
+    return call

@@ -6,10 +6,10 @@ that every query sees whole, without a mask, then the others. Arrays are `[batch
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
     causal: bool
     window: int | None
     has_segments: bool
-    real_keys: int | None  # behind which keys are padding that no other rule hides
+    has_padding: bool  # behind the real keys, which no other rule hides
 
 
 class Sizes(NamedTuple):
@@ -77,7 +77,7 @@ class Plan(NamedTuple):
 
     sizes: Sizes
     rule: Rule
-    real_queries: int | None  # behind which queries are padding
+    real_queries: int  # behind which queries are padding
     has_offset: bool
     diagonal: bool  # masks are needed on the diagonal only, which begins with the block
     has_whole_steps: bool
@@ -121,10 +121,12 @@ class Visits(NamedTuple):
         return jnp.where(i < self.whole_steps, self.whole + i, masked)
 
 
-def visits(plan: Plan, blocks: int, steps: int, offset, query_segments, key_segments):
-    """`[batch or 1, blocks, 4]`: `Visits` of every block. Computed by numpy where nothing is traced."""
-    sizes, rule = plan.sizes, plan.rule
-    xp = np if offset is None and query_segments is None else jnp
+def visits(
+    sizes: Sizes, rule: Rule, diagonal: bool, blocks: int, steps: int, real_keys, offset, query_segments, key_segments
+):
+    """`[batch or 1, blocks, 4]`: `Visits` of every block. A numpy array where nothing is traced."""
+    traced = (offset, query_segments, None if isinstance(real_keys, int) else real_keys)
+    xp = np if all(x is None for x in traced) else jnp
     begin = sizes.block * xp.arange(blocks, dtype=np.int32)[None, :, None]
     if offset is not None:
         begin = begin + offset[:, None, None]
@@ -138,8 +140,8 @@ def visits(plan: Plan, blocks: int, steps: int, offset, query_segments, key_segm
         some, whole = some & (begin - key_end < rule.window), whole & (end - key < rule.window)
         if not rule.causal:
             some, whole = some & (key - end < rule.window), whole & (key_end - begin < rule.window)
-    if rule.real_keys is not None:
-        some, whole = some & (key < rule.real_keys), whole & (key_end < rule.real_keys)
+    if rule.has_padding:
+        some, whole = some & (key < real_keys), whole & (key_end < real_keys)
     if query_segments is not None:
         least, most, pure = _spans(query_segments, blocks)
         key_least, key_most, key_pure = _spans(key_segments, steps)
@@ -147,7 +149,7 @@ def visits(plan: Plan, blocks: int, steps: int, offset, query_segments, key_segm
         key_least, key_most, key_pure = (x[:, None] for x in (key_least, key_most, key_pure))
         some = some & (least <= key_most) & (key_least <= most)
         whole = whole & pure & key_pure & (least == key_least) & (most == key_most) & (least == most)
-    return _runs(xp, some, whole & some, plan.diagonal)
+    return _runs(xp, some, whole & some, diagonal)
 
 
 def _runs(xp, some, whole, ends_whole: bool):
@@ -319,33 +321,161 @@ def fold(operation, parts: Sequence):
     return parts[0]
 
 
-def turn(ref, source, chunk: int):
-    """`ref[...] = source.T` of `[rows, dim]`, in pieces of `chunk` rows."""
-    pieces = source.shape[0] // chunk
-    together = next(n for n in (8, 4, 2, 1) if pieces % n == 0)
-
-    @pl.loop(0, pieces // together)
-    def _(i):
-        for j in range(together):
-            rows = pl.ds(pl.multiple_of((i * together + j) * chunk, chunk), chunk)
-            ref[:, rows] = source[rows, :].T
+# Memory keeps bfloat16 arrays that are wider than a register in an order in which a register holds two of them side by
+# side, and every load costs a rearrangement. So what is wider is kept as pieces of 128 lanes.
 
 
-def compiler_params():
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
-    )
+def piece_specs(x, rows: int, index) -> list[pl.BlockSpec]:
+    """Of `[batch, heads, time, dim]`, one for each 128 lanes: blocks of `rows` where `index` says."""
+
+    def spec(lane):
+        return pl.BlockSpec((1, 1, rows, min(x.shape[3], LANES)), lambda *at: (*index(*at), lane))
+
+    return [spec(lane) for lane in range(-(-x.shape[3] // LANES))]
+
+
+class Pieces:
+    """References to the pieces of a block `[rows, dim]`."""
+
+    def __init__(self, refs: Sequence, dim: int):
+        self.refs, self.dim, self.length = [ref.at[0, 0] for ref in refs], dim, refs[0].shape[2]
+
+    def load(self, rows):
+        return jnp.concatenate([x[rows, : self.dim - i * LANES] for i, x in enumerate(self.refs)], axis=1)
+
+
+class Turned:
+    """A block `[dim, rows]` in `[rows / 128, dim, 128]`."""
+
+    def __init__(self, ref):
+        self.ref, self.width = ref, ref.shape[2]
+
+    @staticmethod
+    def scratch(dim: int, rows: int, tile: int, dtype):
+        width = min(tile, LANES)
+        return pltpu.VMEM((rows // width, dim, width), dtype)
+
+    def load(self, rows):
+        """`[dim, rows]` of a slice."""
+        first = _shrunk(rows.start, self.width)
+        count = (rows.stop - rows.start if isinstance(rows, slice) else rows.size) // self.width
+        return jnp.concatenate([self.ref[first + i] for i in range(count)], axis=1)
+
+    def store(self, rows, x, begin: int = 0):
+        """`x.T` from row `begin` on, of `x` `[rows, dim]`."""
+        first = _shrunk(rows.start, self.width)
+        for i in range(x.shape[0] // self.width):
+            self.ref[first + i, begin : begin + x.shape[1], :] = x[i * self.width : (i + 1) * self.width].T
+
+    def fill(self, pieces: Pieces, chunk: int):
+        """With all of `pieces`, in chunks of rows."""
+        count = pieces.length // chunk
+        together = next(n for n in (4, 2, 1) if count % n == 0)
+
+        @pl.loop(0, count // together)
+        def _(i):
+            for j in range(together):
+                rows = pl.ds(pl.multiple_of((i * together + j) * chunk, chunk), chunk)
+                self.store(rows, pieces.load(rows))
+
+
+class Ring:
+    """Slots of `[tile, tile]` in `[slots, tile / 128, tile, 128]`."""
+
+    def __init__(self, ref):
+        self.ref, self.width = ref, ref.shape[3]
+
+    @staticmethod
+    def scratch(sizes: Sizes, dtype):
+        width = min(sizes.tile, LANES)
+        return pltpu.VMEM((sizes.slots, sizes.tile // width, sizes.tile, width), dtype)
+
+    def clear(self):
+        self.ref[...] = jnp.zeros_like(self.ref)
+
+    def load(self, slot: int):
+        return jnp.concatenate([self.ref[slot, i] for i in range(self.ref.shape[1])], axis=1)
+
+    def store(self, slot: int, begin: int, x):
+        """Rows of a slot, from `begin` on."""
+        for i in range(self.ref.shape[1]):
+            part = x[:, i * self.width : (i + 1) * self.width]
+            self.ref[slot, i, begin : begin + x.shape[0], :] = part.astype(self.ref.dtype)
+
+
+def _shrunk(start, width: int):
+    """`start / width`, which is whole."""
+    return start // width if isinstance(start, int) else lax.div(start, jnp.int32(width))
+
+
+# ---- the call --------------------------------------------------------------------------------------------------------
+
+
+COMPILER_PARAMS = pltpu.CompilerParams(
+    dimension_semantics=("parallel", "parallel", "arbitrary", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT_BYTES
+)
+
+
+class Grid(NamedTuple):
+    batch: int
+    kv_heads: int
+    group: int
+    blocks: int
+
+    def head(self, h, g):
+        return h * self.group + g
+
+    def inputs(self, plan: Plan, q, k, v, d_out=None, *, rows=(), segments=()) -> tuple[list, list[pl.BlockSpec]]:
+        """The arrays, in pieces where they are wide, and their blocks."""
+        block, keys = plan.sizes.block, k.shape[2]
+
+        def of_query(b, h, g, i, *_):
+            return b, self.head(h, g), i
+
+        def of_key(b, h, g, i, *_):
+            return b, h, 0
+
+        wide = [(q, block, of_query), (k, keys, of_key), (v, keys, of_key)]
+        wide += [] if d_out is None else [(d_out, block, of_query)]
+        inputs, specs = [], []
+        for x, count, index in wide:
+            pieces = piece_specs(x, count, index)
+            inputs, specs = [*inputs, *[x] * len(pieces)], [*specs, *pieces]
+        inputs += [*rows, *segments]
+        specs += [self.row(plan.sizes)] * len(rows)
+        if segments:
+            specs.append(pl.BlockSpec((1, 1, block), lambda b, h, g, i, *_: (b, 0, i)))
+            specs.append(pl.BlockSpec((1, 1, keys), lambda b, h, g, i, *_: (b, 0, 0)))
+        return inputs, specs
+
+    def queries(self, sizes: Sizes, dim: int) -> pl.BlockSpec:
+        return pl.BlockSpec((1, 1, sizes.block, dim), lambda b, h, g, i, *_: (b, self.head(h, g), i, 0))
+
+    def row(self, sizes: Sizes) -> pl.BlockSpec:
+        """A number per query."""
+        return pl.BlockSpec((1, 1, 1, sizes.block), lambda b, h, g, i, *_: (b, self.head(h, g), 0, i))
 
 
 # ---- from the outer layout -------------------------------------------------------------------------------------------
 
 
-def head_major(x, length: int):
+def head_major(x, length: int, dim: int):
     """`[batch, time, heads, dim]` as `[batch, heads, length, dim]`, padded with zeros."""
-    x = jnp.pad(x, [(0, 0), (0, length - x.shape[1]), (0, 0), (0, 0)])
+    x = jnp.pad(x, [(0, 0), (0, length - x.shape[1]), (0, 0), (0, dim - x.shape[3])])
     return jnp.swapaxes(x, 1, 2)
 
 
-def pad_time(x, length: int, fill=0):
-    """`[..., time]` up to `length`."""
-    return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, length - x.shape[-1])], constant_values=fill)
+def token_major(x, time: int, dim: int):
+    """`head_major` undone."""
+    return jnp.swapaxes(x[:, :, :time, :dim], 1, 2)
+
+
+def held_bytes(scratch: Sequence) -> int:
+    """Of vector memory, in whole registers."""
+    total = 0
+    for one in scratch:
+        if one.memory_space == pltpu.VMEM:
+            *lead, rows, lanes = one.shape
+            size = jnp.dtype(one.dtype).itemsize
+            total += math.prod(lead) * (-(-rows // 16) * 16) * (-(-lanes // LANES) * LANES) * size
+    return total
