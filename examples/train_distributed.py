@@ -415,7 +415,7 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, settings: Settings, console: Console):
         try:
-            import orbax.checkpoint as orbax
+            import orbax.checkpoint as orbax  # pyright: ignore[reportMissingImports]
         except ImportError as error:
             message = "checkpoints need orbax-checkpoint: pip install 'gated-delta[distributed]', or --save-every 0"
             raise Stop(message, 2) from error

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 
+from gated_delta._explicit import varying_alike
 from gated_delta._heads import LANES
 from gated_delta._types import no_type_check
 from gated_delta.attention._backend import AbstractAttentionBackend, AttentionProblem, AttentionResult
@@ -17,7 +18,7 @@ from gated_delta.attention._backend import AbstractAttentionBackend, AttentionPr
 from ._attention_backward import backward, backward_bytes
 from ._attention_forward import forward, forward_bytes
 from ._attention_layout import LOG2_E, Plan, Rule, Sizes, head_major, token_major, visits
-from ._layout import by_rows, varying_alike
+from ._layout import by_rows
 
 
 class AttentionTiles(eqx.Module):
@@ -111,7 +112,7 @@ def _attend(how: _How, q, k, v, integers: _Integers):
 
 
 def _attend_forward(how, q, k, v, integers):
-    out, log_sum_exp = _attend(how, q, k, v, integers)
+    out, log_sum_exp = cast(AttentionResult, _attend(how, q, k, v, integers))
     return (out, log_sum_exp), (q, k, v, integers, out, log_sum_exp)
 
 

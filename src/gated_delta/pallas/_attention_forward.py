@@ -12,6 +12,7 @@ again with the true maximum of every tile.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -218,7 +219,7 @@ class _Block:
         plan = self.plan
         return plan.scale * LOG2_E if plan.softcap is None else plan.scale / plan.softcap
 
-    def raw_scores(self, first, count: int, rows: slice):
+    def raw_scores(self, first, count: int, rows: Any):
         keys = self.k.load(pl.ds(first, count))
         if self.is_split:
             keys = jnp.concatenate([keys, keys], axis=1)
@@ -260,7 +261,7 @@ class _Block:
 
 def is_split(dtype, key_dim: int) -> bool:
     """Whether scaled queries are two bfloat16 numbers that sum up: where the matrix unit has room for both."""
-    return dtype == jnp.bfloat16 and key_dim == LANES
+    return jnp.dtype(dtype) == jnp.bfloat16 and key_dim == LANES
 
 
 # ---- the call --------------------------------------------------------------------------------------------------------

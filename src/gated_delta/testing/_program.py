@@ -59,7 +59,7 @@ def collectives(compiled: jax.stages.Compiled) -> list[Collective]:
     An operation inside of a loop is one entry, however often the loop runs.
     """
     found = []
-    for line in compiled.as_text().splitlines():
+    for line in (compiled.as_text() or "").splitlines():
         call = _CALL.search(line)
         if call is None:
             continue
