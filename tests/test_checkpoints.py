@@ -633,7 +633,13 @@ def test_a_config_that_contradicts_the_shapes():
     assert "in_proj_qkv.weight is [76, 12] and should be [56, 12]" in message
     assert "A_log is [6] and should be [4]" in message and "missing" not in message
     config = {**make_config("qwen3_5"), "linear_num_value_heads": 5}
-    assert refusal(tensors, ValueError, config=config).startswith("A mixer needs value_heads to be a multiple of key")
+    assert refusal(tensors, ValueError, config=config).startswith(
+        "The config of this qwen3_5 layer, with linear_num_key_heads=2, linear_num_value_heads=5, does not make a "
+        "mixer. A mixer needs value_heads to be a multiple of key_heads, but they are 5 and 2"
+    )
+    config = {**make_config("qwen3_5"), "linear_key_head_dim": "4"}
+    message = refusal(tensors, TypeError, config=config)
+    assert message.startswith("The config of this qwen3_5 layer, with linear_key_head_dim='4', does not make a mixer. ")
     message = refusal(tensors, ValueError, config={**make_config("qwen3_5"), "model_type": "qwen3_next"})
     assert "missing: model.layers.2.linear_attn.in_proj_qkvz.weight [136, 12], " in message
     assert "unexpected: model.layers.2.linear_attn.in_proj_a.weight [6, 12], " in message
@@ -743,6 +749,10 @@ def test_broken_shards_and_indices(tmp_path):
     assert "must hold a JSON object, but it holds a list" in refusal(tmp_path, ValueError)
     index.unlink()
     save_file({}, shard)
+    message = refusal(tmp_path, FileNotFoundError)
+    assert "has model-00002-of-00009.safetensors, model-00007-of-00009.safetensors, shards of one checkpoint" in message
+    assert "but not model.safetensors.index.json, which says what is in which. Fetch it" in message
+    save_file({}, tmp_path / "other.safetensors")
     assert "but of these it has model-00002-of-00009.safetensors, model-00007" in refusal(tmp_path, FileNotFoundError)
     assert refusal(tmp_path / "nowhere", FileNotFoundError) == f"There is no checkpoint `{tmp_path / 'nowhere'}`."
     assert "but an int came" in refusal(3, TypeError)
@@ -755,7 +765,8 @@ def test_configs_that_say_too_little_or_too_much(tmp_path):
     assert refusal(tensors, TypeError, config=3).endswith("but an int came.")
     message = refusal(tensors, ValueError, config={"model_type": "qwen3_5", "hidden_size": 12})
     assert message == (
-        "The config of a qwen3_5 layer needs `linear_num_key_heads`, but has only hidden_size, model_type."
+        "The config of a qwen3_5 layer needs `linear_num_key_heads`, but has none, and nothing of a similar name. Give "
+        "the whole config.json of the checkpoint."
     )
     message = refusal(make_tensors("kimi_linear"), ValueError, config={"model_type": "kimi_linear", "hidden_size": 12})
     assert "needs `linear_attn_config.num_heads` or `linear_num_heads`, but" in message
@@ -768,13 +779,93 @@ def test_configs_that_say_too_little_or_too_much(tmp_path):
     )
     odd = {"wq.weight": array(4, 4), "wk.weight": array(4, 4)}
     assert refusal(odd, ValueError, layer=None, config=nameless) == (
-        "None of these is the name of a gated-delta layer's tensor: wk.weight, wq.weight."
+        "The mapping must hold the tensors of a gated-delta layer of a known family, with names such as A_log or "
+        "q_proj.weight, but it has wk.weight, wq.weight."
     )
     assert "`output_gate='sigmoid'` is for GDN-2" in refusal(tensors, ValueError, output_gate="sigmoid")
     message = refusal(make_tensors("fla gdn2"), ValueError, config=make_config("fla gdn2"))
     assert message.startswith("A GDN-2 layer needs `output_gate='silu'` (NVIDIA's code) or `output_gate='sigmoid'`")
     own = load("qwen3_5", make_tensors("qwen3_5")).config
     assert "in the `MixerConfig`" in refusal(tensors, ValueError, config=own, output_gate="silu")
+
+
+def test_a_lone_shard_says_what_is_missing(tmp_path):
+    write_sharded(tmp_path)
+    index, shard = tmp_path / "model.safetensors.index.json", tmp_path / "model-00002-of-00009.safetensors"
+    with pytest.raises(ValueError, match=r"(?s)missing: .*one shard of several: give `.*index.json` to look into all"):
+        load_mixer(shard, layer=LAYER)
+    (tmp_path / "model-00007-of-00009.safetensors").unlink()
+    index.unlink()
+    lack = r"`model-00002-of-00009.safetensors` is one shard of several: fetch model.safetensors.index.json and the oth"
+    for source in (shard, tmp_path):
+        with pytest.raises(ValueError, match=rf"(?s)missing: .*{lack}"):
+            load_mixer(source, layer=LAYER)
+        with pytest.raises(ValueError, match=rf"Its gated-delta layers: {LAYER}\. {lack}"):
+            load_mixer(source, layer=0)
+    save_file({"model.embed_tokens.weight": np.zeros(1)}, shard)
+    for layer in (LAYER, None):
+        with pytest.raises(ValueError, match=rf"but it has model.embed_tokens.weight\. {lack}"):
+            load_mixer(shard, layer=layer)
+
+
+def test_a_shard_that_holds_the_layer_loads(tmp_path):
+    tensors = make_tensors("qwen3_5")
+    for name in ("model-00002-of-00009.safetensors", "model-00001-of-00001.safetensors"):
+        save_file(tensors, tmp_path / name)
+        assert_same_mixer(load("qwen3_5", tmp_path / name), load("qwen3_5", tensors))
+    with pytest.raises(ValueError, match=r"Its gated-delta layers: 2\.$"):
+        load_mixer(tmp_path / "model-00001-of-00001.safetensors", layer=0)
+
+
+def test_a_pointer_of_git_lfs(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 4967215360\n")
+    with pytest.raises(ValueError, match=r"model.safetensors` must be .* but it is the pointer .* `git lfs pull`"):
+        load_mixer(tmp_path, layer=LAYER)
+
+
+def test_a_name_on_a_hub_is_no_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"^There is no checkpoint `Qwen/Qwen3.5-4B`. Only local files and fol"):
+        load_mixer("Qwen/Qwen3.5-4B", layer=LAYER)
+    (tmp_path / "runs").mkdir()
+    for path in ("runs/last", "nowhere", "there/model.safetensors", "./a/b/c", "/nowhere/model"):
+        with pytest.raises(FileNotFoundError, match=r"^There is no checkpoint `[^`]*`\.$"):
+            load_mixer(path, layer=LAYER)
+
+
+def test_names_of_no_known_layer():
+    flat = {f"param/{n:02}": array(4) for n in range(14)}
+    few = r"but it has param/00, param/01, param/02 and 11 more \(all begin with `param/`\)\.$"
+    with pytest.raises(
+        ValueError, match=rf"^The mapping must hold .* of a known family, with names such as A_log .*{few}"
+    ):
+        load_mixer(flat, config=make_config("qwen3_5"))
+    with pytest.raises(ValueError, match=rf"layer 2, with names such as model.layers.2.linear_attn.A_log, {few}"):
+        load_mixer(flat, layer=LAYER, config=make_config("qwen3_5"))
+    with pytest.raises(ValueError, match=r"but it has no tensors\.$"):
+        load_mixer({}, config=make_config("qwen3_5"))
+    with pytest.raises(ValueError, match=r"names such as A_log .*but it has param/00"):
+        export_mixer(load("qwen3_5", make_tensors("qwen3_5")), like=flat)
+    bare = {name.removeprefix(PREFIX): tensor for name, tensor in make_tensors("qwen3_5").items()}
+    with pytest.raises(ValueError, match=r"holds one layer, of names without a prefix, .* leave out `layer`\.$"):
+        load_mixer(bare, layer=LAYER, config=make_config("qwen3_5"))
+
+
+def test_a_missing_entry_names_only_what_is_like_it():
+    config = make_config("qwen3_5") | {f"rope_{n}": n for n in range(40)}
+    config["linear_key_heads"] = config.pop("linear_num_key_heads")
+    with pytest.raises(
+        ValueError, match=r"needs `linear_num_key_heads`, but has none: of similar names only `linear_"
+    ) as e:
+        load_mixer(make_tensors("qwen3_5"), layer=LAYER, config=config)
+    assert "`linear_key_heads`" in str(e.value) and "rope" not in str(e.value) and "hidden" not in str(e.value)
+    config = make_config("kimi_linear")
+    config["linear_attn_config"]["nheads"] = config["linear_attn_config"].pop("num_heads")
+    with pytest.raises(
+        ValueError, match=r"`linear_num_heads`, but has none: of similar names only `linear_attn_config.nh"
+    ):
+        load_mixer(make_tensors("kimi_linear"), layer=LAYER, config=config)
 
 
 def test_an_export_that_does_not_fit():

@@ -1,6 +1,8 @@
 """Reading config.json: from a family's words to a `MixerConfig`."""
 
 import dataclasses
+import difflib
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +11,7 @@ from gated_delta._variant import MixerConfig, Variant
 ASK: Any = object()
 """In a family's settings: neither the file nor its config says, so the caller has to."""
 _REQUIRED: Any = object()
+_CALLED = {"doubled_beta": "erase_max", "decay_bound": "log_decay_min"}  # settings that the variant calls otherwise
 
 
 class Config:
@@ -17,6 +20,8 @@ class Config:
     def __init__(self, entries: Mapping[str, Any], family: str):
         self.entries = entries
         self.family = family
+        self.used: dict[str, Any] = {}
+        """The entries that were asked for and are there."""
 
     def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
         """The first of the named entries that is there.
@@ -29,13 +34,26 @@ class Config:
             for key in outer:
                 entries = entries.get(key) if isinstance(entries, Mapping) else None
             if isinstance(entries, Mapping) and last in entries:
+                self.used[name] = entries[last]
                 return entries[last]
         if default is _REQUIRED:
+            like = ", ".join(f"`{name}`" for name in self._like(names))
             raise ValueError(
-                f"The config of a {self.family} layer needs {' or '.join(f'`{name}`' for name in names)}, but has only "
-                f"{', '.join(sorted(self.entries)) or 'nothing'}."
+                f"The config of a {self.family} layer needs {' or '.join(f'`{name}`' for name in names)}, but has "
+                f"{f'none: of similar names only {like}' if like else 'none, and nothing of a similar name'}. Give "
+                "the whole config.json of the checkpoint."
             )
         return default
+
+    def _like(self, names: tuple[str, ...]) -> list[str]:
+        """Up to five entries whose names are near these, nearest first; the linear layers' share a prefix."""
+        inner = {key: value for key, value in self.entries.items() if isinstance(value, Mapping)}
+        held = [*self.entries, *(f"{key}.{name}" for key, entries in inner.items() for name in entries)]
+        held = sorted(name for name in held if name not in inner)
+        near = [close for name in names for close in difflib.get_close_matches(name, held)]
+        if any(name.startswith("linear_") for name in names):
+            near += [name for name in held if name.startswith("linear_")]
+        return list(dict.fromkeys(near))[:5]
 
 
 def entry(*names: str, default: Any = _REQUIRED) -> Callable[[Config], Any]:
@@ -45,7 +63,12 @@ def entry(*names: str, default: Any = _REQUIRED) -> Callable[[Config], Any]:
 
 def mixer_config(config: Config, variant: Variant, settings: Mapping[str, Any], output_gate: str | None) -> MixerConfig:
     """What a family's settings make of its config. Of those, functions are asked, and everything else is taken."""
-    fields: dict[str, Any] = {name: value(config) if callable(value) else value for name, value in settings.items()}
+    fields: dict[str, Any] = {}
+    sources: dict[str, dict[str, Any]] = {}  # the config's entries behind every field
+    for name, value in settings.items():
+        config.used = {}
+        fields[name] = value(config) if callable(value) else value
+        sources[_CALLED.get(name, name)] = config.used
     if fields.get("output_gate") is ASK:
         if output_gate is None:
             raise ValueError(
@@ -59,5 +82,14 @@ def mixer_config(config: Config, variant: Variant, settings: Mapping[str, Any], 
             f"layer's is {fields['output_gate']!r}. Leave it out."
         )
     erase_max = 2.0 if fields.pop("doubled_beta", False) else 1.0
-    variant = dataclasses.replace(variant, erase_max=erase_max, log_decay_min=fields.pop("decay_bound", None))
-    return MixerConfig(variant, **fields)
+    try:
+        variant = dataclasses.replace(variant, erase_max=erase_max, log_decay_min=fields.pop("decay_bound", None))
+        return MixerConfig(variant, **fields)
+    except (TypeError, ValueError) as error:
+        blamed = [entries for name, entries in sources.items() if entries and re.search(rf"\b{name}\b", str(error))]
+        written = {name: value for entries in blamed or sources.values() for name, value in entries.items()}
+        message = (
+            f"The config of this {config.family} layer, with "
+            f"{', '.join(f'{name}={value!r}' for name, value in written.items())}, does not make a mixer. {error}"
+        )
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(message) from error

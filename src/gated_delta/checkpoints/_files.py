@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,9 @@ import numpy as np
 from gated_delta._types import a_type
 
 INDEX = "model.safetensors.index.json"
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+_POINTER = b"version https://git-lfs"
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -26,13 +30,15 @@ class Stored(NamedTuple):
 class Checkpoint(NamedTuple):
     """The names of all tensors, and `find`, which looks up some of them.
 
-    `where` is for messages; `folder` is that of the files, or `None`.
+    `where` is for messages; `folder` is that of the files, or `None`. `lack` is what to add to a message about tensors
+    that are not there.
     """
 
     where: str
     folder: Path | None
     names: frozenset[str]
     find: Callable[[Iterable[str]], dict[str, Stored]]
+    lack: str = ""
 
 
 def open_checkpoint(source: Any) -> Checkpoint:
@@ -49,10 +55,10 @@ def open_checkpoint(source: Any) -> Checkpoint:
         )
     path = _find_file(Path(source))
     if path.suffix == ".json":
-        shards = {name: path.parent / shard for name, shard in _read_index(path).items()}
+        shards, lack = {name: path.parent / shard for name, shard in _read_index(path).items()}, ""
     else:
-        shards = dict.fromkeys(_open(path).keys(), path)
-    return Checkpoint(str(path), path.parent, frozenset(shards), functools.partial(_find_in_files, shards))
+        shards, lack = dict.fromkeys(_open(path).keys(), path), _what_a_shard_lacks(path)
+    return Checkpoint(str(path), path.parent, frozenset(shards), functools.partial(_find_in_files, shards), lack)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -72,19 +78,46 @@ def read_json(path: Path) -> dict[str, Any]:
 def _find_file(path: Path) -> Path:
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"There is no checkpoint `{path}`.")
+            raise FileNotFoundError(f"There is no checkpoint `{path}`.{_if_hub_id(path)}")
         return path
     if (path / INDEX).exists():
         return path / INDEX
     files = sorted(path.glob("*.safetensors"))
     if path / "model.safetensors" in files:
         return path / "model.safetensors"
+    if len(files) > 1 and all(map(_is_shard, files)):
+        raise FileNotFoundError(
+            f"`{path}` has {', '.join(file.name for file in files)}, shards of one checkpoint, but not {INDEX}, which "
+            "says what is in which. Fetch it, or give the shard that holds the layer."
+        )
     if len(files) != 1:
         raise FileNotFoundError(
             f"`{path}` must have {INDEX}, model.safetensors or one other *.safetensors file, but of these it has "
             f"{', '.join(file.name for file in files) or 'none'}. Give the file itself."
         )
     return files[0]
+
+
+def _if_hub_id(path: Path) -> str:
+    """What to add where a missing path may be the name of a repository on a hub."""
+    name = path.as_posix()
+    if path.suffix in (".safetensors", ".json") or path.parent.exists() or not _HUB_ID.fullmatch(name):
+        return ""
+    return f" Only local files and folders are read: if `{name}` is a repository on a hub, give a local copy's folder."
+
+
+def _is_shard(path: Path) -> bool:
+    """Whether the file's name says that it is one of several."""
+    match = _SHARD.search(path.name)
+    return match is not None and int(match[2]) > 1
+
+
+def _what_a_shard_lacks(path: Path) -> str:
+    if not _is_shard(path):
+        return ""
+    if (path.parent / INDEX).exists():
+        return f" `{path.name}` is one shard of several: give `{path.parent / INDEX}` to look into all of them."
+    return f" `{path.name}` is one shard of several: fetch {INDEX} and the other shards, and give their folder."
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -104,6 +137,13 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, framework="numpy")  # maps the file into memory: nothing but its header is read here
     except SafetensorError as error:
+        with path.open("rb") as file:
+            pointer = file.read(len(_POINTER)) == _POINTER
+        if pointer:
+            raise ValueError(
+                f"`{path}` must be a safetensors file, but it is the pointer that git-lfs keeps in its place: the "
+                "weights were not downloaded. Run `git lfs pull` in its repository."
+            ) from error
         raise ValueError(f"`{path}` is not a whole safetensors file ({error}). Fetch or write it again.") from error
 
 

@@ -27,6 +27,7 @@ _PREFIX = re.compile(
     r"(?:linear_attn|self_attn|attention|attn)\.)"
 )
 _QUANTISED = re.compile(r"(weight_scale(_inv)?|qweight|qzeros|scales|g_idx|input_scale)$")
+_KNOWN = frozenset(name for family in FAMILIES for name in family.tensors)
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -131,19 +132,46 @@ def _find_layer(source: Any, layer: Any) -> _Layer:
     gates = [name for name in checkpoint.names if name.endswith(("A_log", "dt_bias"))]
     found = {match[1]: int(match[2]) for match in map(_PREFIX.match, gates) if match}
     layers = ", ".join(map(str, sorted(set(found.values())))) or "none"
-    here = _Layer(checkpoint, "", {})
+    here = _Layer(checkpoint, "", {name: name for name in checkpoint.names})
     if layer is None:
         if found:
             raise ValueError(f"{here} holds a model with gated-delta layers {layers}: say which by `layer=...`.")
-        return here._replace(names={name: name for name in checkpoint.names})
+        if _KNOWN.isdisjoint(here.names):
+            raise ValueError(
+                f"{here} must hold the tensors of a gated-delta layer of a known family, with names such as A_log or "
+                f"q_proj.weight, but it has {_some(here.names)}.{checkpoint.lack}"
+            )
+        return here
+    if not found and not here.names.keys().isdisjoint(("A_log", "forget_gate.A_log")):
+        raise ValueError(
+            f"{here} holds one layer, of names without a prefix, and none of number {layer}: leave out `layer`."
+        )
+    if not found:
+        raise ValueError(
+            f"{here} must hold the tensors of gated-delta layer {layer}, with names such as "
+            f"model.layers.{layer}.linear_attn.A_log, but it has {_some(here.names)}.{checkpoint.lack}"
+        )
     prefixes = sorted(prefix for prefix, number in found.items() if number == layer)
     if len(prefixes) != 1:
         raise ValueError(
             f"{here} must hold the tensors of one gated-delta layer {layer}, but it has "
             f"{' and '.join(prefixes) or 'none of that number'}. Its gated-delta layers: {layers}."
+            f"{checkpoint.lack}"
         )
     names = [name for name in checkpoint.names if name.startswith(prefixes[0])]
     return _Layer(checkpoint, prefixes[0], {name.removeprefix(prefixes[0]): name for name in names})
+
+
+def _some(names: Iterable[str]) -> str:
+    """Up to three of the names, and the word that all of them begin with."""
+    names = sorted(names)
+    if not names:
+        return "no tensors"
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    word = re.match(r"[^./]*[./]", names[0])  # as in `param/`
+    shared = len(names) > 1 and word is not None and all(name.startswith(word[0]) for name in names)
+    alike = f" (all begin with `{word[0]}`)" if word is not None and shared else ""
+    return f"{', '.join(names[:3])}{more}{alike}"
 
 
 def _check_kind(entries: Mapping[str, Any], layer: int | None):
@@ -212,7 +240,7 @@ def _families_like(tensors: Iterable[str]) -> list[Family]:
 
     best = max(map(fit, FAMILIES))
     if best[0] == 0:
-        raise ValueError(f"None of these is the name of a gated-delta layer's tensor: {', '.join(sorted(tensors))}.")
+        raise ValueError(f"None of these is the name of a gated-delta layer's tensor: {_some(tensors)}.")
     return [family for family in FAMILIES if fit(family) == best]
 
 
@@ -259,6 +287,7 @@ def _make_plan(family: Family, mixer: GatedDeltaMixer, layer: _Layer) -> list[_T
         raise ValueError(
             f"{layer} does not hold a {family.name} layer with model = {c.model}, {c.key_heads} key heads of "
             f"{c.key_dim} and {c.value_heads} value heads of {c.value_dim}.{''.join(lines)}"
+            + (f"\n {layer.checkpoint.lack}" if missing and layer.checkpoint.lack else "")
         )
     if strange := [f"{name} ({found[name].dtype})" for name in plan if found[name].dtype not in _FLOATS]:
         raise TypeError(
