@@ -617,7 +617,9 @@ def test_missing_unexpected_and_misshapen_tensors_are_one_error():
         norm__weight=array(12),
     )
     assert refusal(broken, ValueError) == (
-        "The mapping does not hold a qwen3_5 layer with model = 12, 2 key heads of 4 and 6 value heads of 10.\n"
+        "The mapping does not hold a qwen3_5 layer with model = 12, 2 key heads of 4 and 6 value heads of 10 "
+        "(the config has hidden_size=12, linear_num_key_heads=2, linear_key_head_dim=4, linear_num_value_heads=6, "
+        "linear_value_head_dim=10, linear_conv_kernel_dim=3).\n"
         "  missing: model.layers.2.linear_attn.in_proj_a.weight [6, 12], model.layers.2.linear_attn.dt_bias [6]\n"
         "  unexpected: model.layers.2.linear_attn.extra [1], model.layers.2.linear_attn.q_norm.weight [4]\n"
         "  of another shape: model.layers.2.linear_attn.conv1d.weight is [76, 1, 4] and should be [76, 1, 3], "
@@ -629,7 +631,7 @@ def test_a_config_that_contradicts_the_shapes():
     tensors = change(make_tensors("qwen3_5"))
     config = {**make_config("qwen3_5"), "linear_num_value_heads": 4}
     message = refusal(tensors, ValueError, config=config)
-    assert "4 value heads of 10" in message
+    assert "4 value heads of 10 (the config has hidden_size=12, " in message and "linear_num_value_heads=4, " in message
     assert "in_proj_qkv.weight is [76, 12] and should be [56, 12]" in message
     assert "A_log is [6] and should be [4]" in message and "missing" not in message
     config = {**make_config("qwen3_5"), "linear_num_value_heads": 5}
@@ -843,6 +845,12 @@ def test_names_of_no_known_layer():
         load_mixer(flat, config=make_config("qwen3_5"))
     with pytest.raises(ValueError, match=rf"layer 2, with names such as model.layers.2.linear_attn.A_log, {few}"):
         load_mixer(flat, layer=LAYER, config=make_config("qwen3_5"))
+    other = {f"{PREFIX}{name}": array(4) for name in ("my_A_log", "my_dt_bias", "a", "b")}
+    nameless = {name: value for name, value in make_config("qwen3_5").items() if name != "model_type"}
+    with pytest.raises(
+        ValueError, match=r"^None of these is the name of a gated-delta layer's tensor: a, b, my_A_log and 1 more\.$"
+    ):
+        load_mixer(other, layer=LAYER, config=nameless)
     with pytest.raises(ValueError, match=r"but it has no tensors\.$"):
         load_mixer({}, config=make_config("qwen3_5"))
     with pytest.raises(ValueError, match=r"names such as A_log .*but it has param/00"):

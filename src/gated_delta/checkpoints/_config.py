@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from gated_delta._variant import MixerConfig, Variant
@@ -20,8 +20,8 @@ class Config:
     def __init__(self, entries: Mapping[str, Any], family: str):
         self.entries = entries
         self.family = family
-        self.used: dict[str, Any] = {}
-        """The entries that were asked for and are there."""
+        self.used: dict[str, Any] = {}  # the entries that were asked for and are there
+        self.sources: dict[str, dict[str, Any]] = {}  # those behind every field of a `MixerConfig`
 
     def __call__(self, *names: str, default: Any = _REQUIRED) -> Any:
         """The first of the named entries that is there.
@@ -45,6 +45,11 @@ class Config:
             )
         return default
 
+    def behind(self, fields: Iterable[str]) -> str:
+        """The entries, as they are written, that these fields of a `MixerConfig` come from."""
+        written = {name: value for field in fields for name, value in self.sources.get(field, {}).items()}
+        return ", ".join(f"{name}={value!r}" for name, value in written.items())
+
     def _like(self, names: tuple[str, ...]) -> list[str]:
         """Up to five entries whose names are near these, nearest first; the linear layers' share a prefix."""
         inner = {key: value for key, value in self.entries.items() if isinstance(value, Mapping)}
@@ -64,11 +69,10 @@ def entry(*names: str, default: Any = _REQUIRED) -> Callable[[Config], Any]:
 def mixer_config(config: Config, variant: Variant, settings: Mapping[str, Any], output_gate: str | None) -> MixerConfig:
     """What a family's settings make of its config. Of those, functions are asked, and everything else is taken."""
     fields: dict[str, Any] = {}
-    sources: dict[str, dict[str, Any]] = {}  # the config's entries behind every field
     for name, value in settings.items():
         config.used = {}
         fields[name] = value(config) if callable(value) else value
-        sources[_CALLED.get(name, name)] = config.used
+        config.sources[_CALLED.get(name, name)] = config.used
     if fields.get("output_gate") is ASK:
         if output_gate is None:
             raise ValueError(
@@ -86,10 +90,7 @@ def mixer_config(config: Config, variant: Variant, settings: Mapping[str, Any], 
         variant = dataclasses.replace(variant, erase_max=erase_max, log_decay_min=fields.pop("decay_bound", None))
         return MixerConfig(variant, **fields)
     except (TypeError, ValueError) as error:
-        blamed = [entries for name, entries in sources.items() if entries and re.search(rf"\b{name}\b", str(error))]
-        written = {name: value for entries in blamed or sources.values() for name, value in entries.items()}
-        message = (
-            f"The config of this {config.family} layer, with "
-            f"{', '.join(f'{name}={value!r}' for name, value in written.items())}, does not make a mixer. {error}"
-        )
+        blamed = [field for field in config.sources if re.search(rf"\b{field}\b", str(error))]
+        written = config.behind(blamed) or config.behind(config.sources)
+        message = f"The config of this {config.family} layer, with {written}, does not make a mixer. {error}"
         raise (TypeError if isinstance(error, TypeError) else ValueError)(message) from error

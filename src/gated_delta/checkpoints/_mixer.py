@@ -60,7 +60,7 @@ def load_mixer(
     config says, with the expected one; `TypeError` for tensors that are no floating-point numbers, as in quantised
     checkpoints; `FileNotFoundError` for a file or shard that is not there. Nothing is read before all of it fits.
     """
-    stored = _find_layer(source, layer)
+    stored, written = _find_layer(source, layer), ""
     if isinstance(config, MixerConfig):
         if output_gate is not None:
             raise ValueError("Give `output_gate` in the `MixerConfig`, not beside it.")
@@ -69,9 +69,11 @@ def load_mixer(
         entries = _read_config(config, stored.checkpoint)
         _check_kind(entries, layer)
         family = _recognise(entries, stored)
-        config = mixer_config(Config(entries, family.name), family.variant, family.settings, output_gate)
+        reader = Config(entries, family.name)
+        config = mixer_config(reader, family.variant, family.settings, output_gate)
+        written = reader.behind(("model", "key_heads", "key_dim", "value_heads", "value_dim", "conv_width"))
     structure = eqx.filter_eval_shape(GatedDeltaMixer, config, backend=backend, key=jax.random.key(0))
-    plan = _make_plan(family, structure, stored)
+    plan = _make_plan(family, structure, stored, written)
     wide = [tensor.name for tensor in plan if tensor.stored.dtype == "float64"]
     if wide and jnp.zeros(()).dtype != np.float64:
         raise TypeError(f"{', '.join(wide)}: float64, which needs `jax.config.update('jax_enable_x64', True)`.")
@@ -256,8 +258,11 @@ class _Tensor(NamedTuple):
     blocks: int
 
 
-def _make_plan(family: Family, mixer: GatedDeltaMixer, layer: _Layer) -> list[_Tensor]:
-    """Which stored tensor holds which parameters of the mixer: all of both, each once, of the right shape."""
+def _make_plan(family: Family, mixer: GatedDeltaMixer, layer: _Layer, written: str = "") -> list[_Tensor]:
+    """Which stored tensor holds which parameters of the mixer: all of both, each once, of the right shape.
+
+    `written`: the config's entries that the sizes come from, for the message.
+    """
     _refuse_quantised(layer)
     shapes = {path: tuple(leaf.shape) for path, leaf in _parameters(mixer).items()}
     blocks: dict[str, int] = dict.fromkeys(family.grouped, mixer.config.key_heads)
@@ -283,10 +288,11 @@ def _make_plan(family: Family, mixer: GatedDeltaMixer, layer: _Layer) -> list[_T
     }
     if any(problems.values()):
         c = mixer.config
+        source = f" (the config has {written})" if written else ""
         lines = [f"\n  {kind}: {', '.join(names)}" for kind, names in problems.items() if names]
         raise ValueError(
             f"{layer} does not hold a {family.name} layer with model = {c.model}, {c.key_heads} key heads of "
-            f"{c.key_dim} and {c.value_heads} value heads of {c.value_dim}.{''.join(lines)}"
+            f"{c.key_dim} and {c.value_heads} value heads of {c.value_dim}{source}.{''.join(lines)}"
             + (f"\n {layer.checkpoint.lack}" if missing and layer.checkpoint.lack else "")
         )
     if strange := [f"{name} ({found[name].dtype})" for name in plan if found[name].dtype not in _FLOATS]:
