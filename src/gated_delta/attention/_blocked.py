@@ -58,18 +58,13 @@ class BlockedAttention(AbstractAttentionBackend):
         return _attend_scaled(rules, problem.q, problem.k, problem.v, scale, where)
 
     def _blocks(self, problem: AttentionProblem) -> tuple[int, int]:
-        time, keys = problem.q.shape[1], problem.keys
-        queries = min(self.queries or _QUERIES, time)
-        block = min(self.keys or _KEYS, keys)
-        if problem.pages is None:
-            return queries, block
-        page = problem.k.shape[1]
-        if page <= block:
-            return queries, block // page * page
-        return queries, block if page % block == 0 else page
+        queries, keys = min(self.queries or _QUERIES, problem.q.shape[1]), min(self.keys or _KEYS, problem.keys)
+        if problem.pages is not None and problem.k.shape[1] < keys:
+            keys = keys // problem.k.shape[1] * problem.k.shape[1]  # whole pages
+        return queries, keys
 
 
-_QUERIES, _KEYS = 128, 256
+_QUERIES, _KEYS = 128, 128
 
 
 class _Rules(NamedTuple):
@@ -161,7 +156,7 @@ def _forward(rules: _Rules, q, k, v, scale, where: _Where):
 
     blocks = layout.blocks()
     _, (out, log_sum_exp) = layout.over_queries(
-        lambda carry, xs: (carry, one_block(*xs)), None, (blocks, layout.cut(q, rules.queries))
+        lambda carry, xs: (carry, one_block(*xs)), None, (blocks, layout.cut(q))
     )
     return layout.joined(out), layout.joined(log_sum_exp)[..., 0]
 
@@ -194,14 +189,14 @@ def _backward(rules: _Rules, scale, kept: _Kept, cotangents):
         d_q, *carry = layout.over_keys(block, one_tile, (d_q, *carry))
         return tuple(carry), d_q
 
-    rows = (layout.cut(x, rules.queries) for x in (q, d_out, log_sum_exp[..., None], less[..., None]))
+    rows = (layout.cut(x) for x in (q, d_out, log_sum_exp[..., None], less[..., None]))
     # Made from the inputs, so that it varies over a mesh as they do: [batch, heads, 1, 1].
     nothing = sum((0 * jnp.swapaxes(x[:, :1, : k.shape[2], :1], 1, 2)).astype(dtype) for x in (q, k, v, d_out))
-    totals = tuple((0 * layout.heads_first(x)).astype(dtype) + nothing for x in (k, v))
+    totals = tuple((0 * jnp.swapaxes(x, 1, 2)).astype(dtype) + nothing for x in (k, v))
     (d_k, d_v), d_q = layout.over_queries(one_block, totals, (layout.blocks(), *rows))
     d_q = layout.joined(d_q)
     d_scale = None if isinstance(scale, (int, float)) else jnp.sum(q.astype(dtype) * d_q)
-    d_k, d_v = (jnp.swapaxes(x[:, :, : layout.keys], 1, 2) for x in (d_k, d_v))
+    d_k, d_v = (jnp.swapaxes(x, 1, 2) for x in (d_k, d_v))
     return (d_q * scale).astype(q.dtype), d_k.astype(k.dtype), d_v.astype(v.dtype), d_scale
 
 
@@ -229,27 +224,33 @@ class _Block(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """How a problem is cut into blocks, and which of them meet."""
+    """How a problem is cut into blocks, and which of them meet.
+
+    Keys lie in `pages` of `page` entries; without pages there is one. A block of keys is a part of a page, or several
+    pages. The last one of a page, or of all, may begin before it should, so that no array is padded: keys that it
+    shares with the block before it count there.
+    """
 
     rules: _Rules
     where: _Where
     time: int
-    keys: int
     group: int
-    query_blocks: int
-    key_blocks: int
+    page: int
+    pages: int
 
     @classmethod
     def of(cls, rules: _Rules, q, k, where: _Where) -> "_Layout":
-        time, keys = q.shape[1], k.shape[1] * (1 if where.pages is None else where.pages.shape[1])
-        counts = (-(-time // rules.queries), -(-keys // rules.keys))
-        return cls(rules, where, time, keys, q.shape[2] // k.shape[2], *counts)
+        pages = 1 if where.pages is None else where.pages.shape[1]
+        return cls(rules, where, q.shape[1], q.shape[2] // k.shape[2], k.shape[1], pages)
+
+    @property
+    def query_blocks(self) -> int:
+        return -(-self.time // self.rules.queries)
 
     # ---- queries
 
-    def cut(
-        self, x: Float[Array, "batch time query_heads dim"], size: int
-    ) -> Float[Array, "blocks batch heads rows dim"]:
+    def cut(self, x: Float[Array, "batch time query_heads dim"]) -> Float[Array, "blocks batch heads rows dim"]:
+        size = self.rules.queries
         batch, time, heads, dim = x.shape
         x = jnp.pad(x, [(0, 0), (0, self.query_blocks * size - time), (0, 0), (0, 0)])
         x = x.reshape(batch, self.query_blocks, size, heads // self.group, self.group, dim)
@@ -272,7 +273,7 @@ class _Layout(NamedTuple):
         if where.offset is not None:
             position = position + where.offset[None, :, None]
             lowest, highest = lowest + jnp.min(where.offset), highest + jnp.max(where.offset)
-        first, end = jnp.zeros_like(lowest), jnp.full_like(highest, self.keys)
+        first, end = jnp.zeros_like(lowest), jnp.full_like(highest, self.page * self.pages)
         if rules.causal:
             end = jnp.minimum(end, highest + 1)
         if rules.window is not None:
@@ -281,15 +282,14 @@ class _Layout(NamedTuple):
                 end = jnp.minimum(end, highest + rules.window)
         segment = None
         if where.query_segments is not None and where.key_segments is not None:
-            segment = jnp.pad(
-                where.query_segments, [(0, 0), (0, self.query_blocks * size - self.time)], constant_values=-1
-            )
+            padding = self.query_blocks * size - self.time
+            segment = jnp.pad(where.query_segments, [(0, 0), (0, padding)], constant_values=-1)
             segment = jnp.swapaxes(segment.reshape(-1, self.query_blocks, size), 0, 1)  # [blocks, batch, size]
             document_first, document_end = _keys_of_documents(segment, where.key_segments)
             first, end = jnp.maximum(first, document_first), jnp.minimum(end, document_end)
             segment = jnp.tile(segment, (1, 1, self.group))
-        end = jnp.maximum(end, 0)
-        return _Block(position, segment, first // rules.keys, -(-end // rules.keys))
+        last = self.block_of(jnp.maximum(end - 1, 0))
+        return _Block(position, segment, self.block_of(first), jnp.where(end > first, last + 1, 0))
 
     def over_queries(self, body: Callable, carry: Any, xs: Any) -> tuple[Any, Any]:
         if self.query_blocks > 1:
@@ -299,34 +299,66 @@ class _Layout(NamedTuple):
 
     # ---- keys
 
-    def heads_first(self, x: Float[Array, "batch keys heads dim"]) -> Float[Array, "batch heads padded_keys dim"]:
-        x = jnp.swapaxes(x, 1, 2)
-        return jnp.pad(x, [(0, 0), (0, 0), (0, self.key_blocks * self.rules.keys - self.keys), (0, 0)])
+    @property
+    def several(self) -> int:
+        """Whole pages in one block of keys; 0 where a page has more than one block."""
+        return self.rules.keys // self.page
+
+    @property
+    def page_blocks(self) -> int:
+        """Blocks of keys in one page, where it has more than one."""
+        return -(-self.page // self.rules.keys)
+
+    @property
+    def key_blocks(self) -> int:
+        return -(-self.pages // self.several) if self.several else self.pages * self.page_blocks
+
+    def block_of(self, key):
+        """The block that a key counts in."""
+        if self.several:
+            return key // self.rules.keys
+        return key // self.page * self.page_blocks + key % self.page // self.rules.keys
+
+    def begin_of(self, index):
+        """The first key that counts in a block."""
+        if self.several:
+            return index * self.rules.keys
+        return index // self.page_blocks * self.page + index % self.page_blocks * self.rules.keys
+
+    def start_of(self, index):
+        """The first key of a block, which may be one of the block before."""
+        if self.several:
+            return jnp.minimum(index * self.several, self.pages - self.several) * self.page
+        within = jnp.minimum(index % self.page_blocks * self.rules.keys, self.page - self.rules.keys)
+        return index // self.page_blocks * self.page + within
 
     def tiles(self, k, v) -> Callable:
         """From the index of a block of keys to its keys and values, `[batch, heads, keys, dim]`."""
-        size = self.rules.keys
         if self.where.pages is not None:
             return lambda index: (self._from_pages(k, index), self._from_pages(v, index))
-        k, v = self.heads_first(k), self.heads_first(v)
-        return lambda index: tuple(lax.dynamic_slice_in_dim(x, index * size, size, axis=2) for x in (k, v))
+
+        def part(x, index, axis):
+            return lax.dynamic_slice_in_dim(x, self.start_of(index), self.rules.keys, axis=axis)
+
+        if self.query_blocks == 1:  # every block is read once: keys that nobody sees are not touched at all
+            return lambda index: tuple(jnp.swapaxes(part(x, index, 1), 1, 2) for x in (k, v))
+        k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+        return lambda index: (part(k, index, 2), part(v, index, 2))
 
     def _from_pages(self, x, index):
-        size, page, pages = self.rules.keys, x.shape[1], self.where.pages
+        size, pages, start = self.rules.keys, self.where.pages, self.start_of(index)
         assert pages is not None
-        if page <= size:
-            several = size // page
-            pages = jnp.pad(pages, [(0, 0), (0, -pages.shape[1] % several)])
-            pages = lax.dynamic_slice_in_dim(pages, index * several, several, axis=1)
-            tile = x.at[pages].get(mode="promise_in_bounds").reshape(pages.shape[0], size, *x.shape[2:])
+        if self.several:
+            own = lax.dynamic_slice_in_dim(pages, start // self.page, self.several, axis=1)
+            tile = x.at[own].get(mode="promise_in_bounds").reshape(own.shape[0], size, *x.shape[2:])
         else:
-            several = page // size
-            own, start = pages[:, index // several], index % several * size
-            tile = jax.vmap(lambda page: lax.dynamic_slice(x, (page, start, 0, 0), (1, size, *x.shape[2:]))[0])(own)
+            own = lax.dynamic_slice_in_dim(pages, start // self.page, 1, axis=1)[:, 0]
+            within = start % self.page
+            tile = jax.vmap(lambda page: lax.dynamic_slice(x, (page, within, 0, 0), (1, size, *x.shape[2:]))[0])(own)
         return jnp.swapaxes(tile, 1, 2)
 
     def add(self, total, part, index):
-        start = index * self.rules.keys
+        start = self.start_of(index)
         old = lax.dynamic_slice_in_dim(total, start, self.rules.keys, axis=2)
         return lax.dynamic_update_slice_in_dim(total, old + part, start, axis=2)
 
@@ -337,20 +369,18 @@ class _Layout(NamedTuple):
 
     def visible(self, block: _Block, index):
         """Which keys of a block its queries see, `[batch or 1, 1, rows, keys]`; `None`: all of them."""
-        size = self.rules.keys
-        key = (index * size + jnp.arange(size, dtype=jnp.int32))[None, None, None]
+        size, start = self.rules.keys, self.start_of(index)
+        key = (start + jnp.arange(size, dtype=jnp.int32))[None, None, None]
         segments = (None, None)
         if block.segment is not None and self.where.key_segments is not None:
-            padding = self.key_blocks * size - self.keys
-            keys = jnp.pad(self.where.key_segments, [(0, 0), (0, padding)], constant_values=-1)
-            keys = lax.dynamic_slice_in_dim(keys, index * size, size, axis=1)
+            keys = lax.dynamic_slice_in_dim(self.where.key_segments, start, size, axis=1)
             segments = block.segment[:, None, :, None], keys[:, None, None]
         visible = is_visible(
             block.position[:, None, :, None], key, *segments, causal=self.rules.causal, window=self.rules.window
         )
-        if self.key_blocks * size != self.keys:
-            real = key < self.keys
-            visible = real if visible is None else visible & real
+        if self.pages % self.several if self.several else self.page % size:
+            counts = key >= self.begin_of(index)
+            visible = counts if visible is None else visible & counts
         return visible
 
 
