@@ -129,7 +129,6 @@ def test_the_layer_is_its_formula(config):
     np.testing.assert_allclose(out, by_hand(config, mixer_of(config), x), atol=2e-6)
 
 
-@pytest.mark.smoke
 @quick_configs
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, TIME))

@@ -73,7 +73,6 @@ def stepper():
     return quick_jit(lambda x, state: stack.step(x, state))
 
 
-@pytest.mark.smoke
 def test_steps_and_pieces_are_the_whole():
     stack, x, run = stack_of(), inputs(), runner()
     whole, end = run(x, None, None, None)

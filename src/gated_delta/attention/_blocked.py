@@ -353,8 +353,10 @@ class _Layout(NamedTuple):
             tile = x.at[own].get(mode="promise_in_bounds").reshape(own.shape[0], size, *x.shape[2:])
         else:
             own = lax.dynamic_slice_in_dim(pages, start // self.page, 1, axis=1)[:, 0]
-            within = start % self.page
-            tile = jax.vmap(lambda page: lax.dynamic_slice(x, (page, within, 0, 0), (1, size, *x.shape[2:]))[0])(own)
+            within, zero = (jnp.asarray(i, own.dtype) for i in (start % self.page, 0))
+            tile = jax.vmap(lambda page: lax.dynamic_slice(x, (page, within, zero, zero), (1, size, *x.shape[2:]))[0])(
+                own
+            )
         return jnp.swapaxes(tile, 1, 2)
 
     def add(self, total, part, index):
