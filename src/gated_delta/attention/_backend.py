@@ -14,8 +14,8 @@ from gated_delta._types import a_type, accumulation_dtype
 class AttentionProblem(eqx.Module):
     """One call of `softmax_attention`, validated and normalised: what a backend gets.
 
-    There is at least one row, one query and one key. All arrays are finite: what was not is zero, and the outputs it
-    spoils are marked behind the backend. Padding holds zero vectors.
+    There is at least one row, one query and one key. Unless the backend `contains` what is not finite, all arrays are
+    finite: what was not is zero, and the outputs it spoils are marked behind the backend. Padding holds zero vectors.
 
     Query `i` of a row stands at position `i + query_offset` among the keys, whose positions are 0, 1, ... It sees key
     `j` if all of this holds (`gated_delta.attention.is_visible` writes it out for a tile):
@@ -90,9 +90,12 @@ class AbstractAttentionBackend(eqx.Module):
     """A way to run `softmax_attention`. What it changes is speed and memory, never the numbers beyond rounding.
 
     - `takes_pages`: whether it takes problems with `pages`. Else each row's keys are gathered for it.
+    - `contains`: whether the backend itself keeps what is not finite to the queries that see it. Else it is given
+        problems without, and what was spoiled is marked afterwards.
     """
 
     takes_pages: ClassVar[bool] = False
+    contains: ClassVar[bool] = False
 
     @abc.abstractmethod
     def __call__(self, problem: AttentionProblem) -> AttentionResult:

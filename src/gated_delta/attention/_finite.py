@@ -2,13 +2,14 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool
 
-from ._backend import AbstractAttentionBackend, AttentionProblem, AttentionResult
+from ._backend import AttentionProblem, AttentionResult
 
 
 def finite(x):
@@ -19,7 +20,7 @@ def only(fine, x):
     return jnp.where(fine[..., None], x, jnp.zeros_like(x))
 
 
-def contained(backend: AbstractAttentionBackend, problem: AttentionProblem) -> AttentionResult:
+def contained(backend: Callable[[AttentionProblem], AttentionResult], problem: AttentionProblem) -> AttentionResult:
     """`backend(problem)` where a query that is not finite spoils its own output, and a key or a value those of the
     queries that see it: with `nan`, in outputs and log-sum-exps. A select lets nothing through, in gradients neither.
     """
