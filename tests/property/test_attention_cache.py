@@ -99,6 +99,7 @@ def cuts(draw):
     return np.array([row + [0] * (pieces - len(row)) for row in rows]).T
 
 
+@pytest.mark.smoke
 @quick_kinds
 @settings(max_examples=5)
 @given(seed=st.integers(0, 2**16), lengths=cuts())

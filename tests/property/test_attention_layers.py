@@ -51,7 +51,7 @@ def mixer_of(config):
     for index in range(len(norms)):
         where = lambda m, index=index: (m.q_norm, m.k_norm)[index].weight  # noqa: E731
         weight = where(mixer)
-        mixer = eqx.tree_at(where, mixer, weight + 0.3 * rng.standard_normal(weight.shape).astype(np.float32))
+        mixer = eqx.tree_at(where, mixer, weight + 0.3 * rng.standard_normal(weight.shape).astype(weight.dtype))
     return mixer
 
 
@@ -129,6 +129,7 @@ def test_the_layer_is_its_formula(config):
     np.testing.assert_allclose(out, by_hand(config, mixer_of(config), x), atol=2e-6)
 
 
+@pytest.mark.smoke
 @quick_configs
 @settings(max_examples=4)
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, TIME))
@@ -138,7 +139,7 @@ def test_a_state_goes_on_at_any_cut(config, seed, cut):
     run = runner(config)
     whole, end = run(x, None, None, None)
     first = np.arange(TIME)[None] < np.full((ROWS, 1), cut)
-    out, state = run(x, mixer_of(config).init_state(ROWS), first, None)
+    out, state = run(x, mixer_of(config).init_state(ROWS, dtype=x.dtype), first, None)
     again, state = run(np.roll(x, -cut, axis=1), state, np.arange(TIME)[None] < np.full((ROWS, 1), TIME - cut), None)
     np.testing.assert_allclose(np.concatenate([out[:, :cut], again[:, : TIME - cut]], axis=1), whole, atol=1e-5)
     assert jax.tree.structure(state) == jax.tree.structure(end)

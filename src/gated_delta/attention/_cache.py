@@ -167,7 +167,7 @@ class PagedKVCache(eqx.Module):
         return dataclasses.replace(
             self,
             table=put_rows(self.table, jnp.where(takes, pages, table), slots),
-            free_count=jnp.maximum(self.free_count - jnp.sum(new), 0).astype(jnp.int32),
+            free_count=jnp.maximum(self.free_count - jnp.sum(new, dtype=jnp.int32), 0),
         )
 
     @no_type_check
