@@ -8,7 +8,7 @@ other fields), `far` (every chunk forgets much), `chunked` (the XLA backend inst
 with bf16 q and k before their norm and float32 gates before their activations; `"outside"`: norm and activations by
 XLA, then `gated_delta`). Each function returns `(callable, arguments, facts)`.
 
-`step` is one token of `batch` requests, whose float32 states lie in the slots of a pool that is donated.
+`softmax` is attention. `step` is one token of `batch` requests, whose float32 states are the slots of a donated pool.
 """
 
 import dataclasses
@@ -26,9 +26,10 @@ from gated_delta import (
     gated_delta_raw,
     gated_delta_raw_step,
     gated_delta_step,
+    softmax_attention,
 )
 from gated_delta._activations import l2_normalize
-from gated_delta.pallas import PallasTPU, TileConfig
+from gated_delta.pallas import AttentionTiles, PallasTPU, PallasTPUAttention, TileConfig
 
 bf16, f32 = jnp.bfloat16, jnp.float32
 
@@ -133,6 +134,26 @@ def step(
     # At the top: whether the pool, which is donated, has to be copied after all.
     facts = {"tokens": batch, "heads": heads.value, "operands": settled, "settle": ["TLP:2=skip"]}
     return jax.jit(run, donate_argnums=0), arguments, facts
+
+
+def softmax(
+    query_heads=32, kv_heads=32, dim=128, value_dim=None, time=16384, batch=1, window=None, backward=False, tiles=None
+):
+    """Causal softmax attention in bfloat16; `tiles` of `AttentionTiles`."""
+    runs = PallasTPUAttention(AttentionTiles(**(tiles or {})), ahead_of_time=True)
+    query, key = (Shape((batch, time, heads, dim), bf16) for heads in (query_heads, kv_heads))
+    value, out = (Shape((batch, time, heads, value_dim or dim), bf16) for heads in (kv_heads, query_heads))
+
+    def forward(q, k, v):
+        return softmax_attention(q, k, v, window=window, backend=runs)
+
+    def both(cotangent, *arguments):
+        out, pull = jax.vjp(forward, *arguments)
+        return out, pull(cotangent)
+
+    # In the kernel: whether a score was far above its anchor, and its queries are done again.
+    facts = {"tokens": batch * time, "heads": query_heads, "settle": [*FINITE, "softmax_attention_forward*:5=skip"]}
+    return (both, [out, query, key, value], facts) if backward else (forward, [query, key, value], facts)
 
 
 def _case(heads: Heads, options: dict, *, decay: int, tied: bool, **promises):

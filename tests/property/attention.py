@@ -39,7 +39,7 @@ class RandomAttention:
     dtype: str = "float32"
     seed: int = 0
 
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, Any]:
         rng = np.random.default_rng(self.seed)
         keys = self.time if self.keys is None else self.keys
         dtype = jnp.dtype(self.dtype)
@@ -55,7 +55,7 @@ class RandomAttention:
         names = ("causal", "window", "softcap", "scale")
         return {name: getattr(self, name) for name in names}
 
-    def integers(self) -> dict[str, np.ndarray]:
+    def integers(self) -> dict[str, Any]:
         found: dict[str, np.ndarray] = {}
         if self.documents is not None:
             found["segment_ids"] = _ids(self.documents, self.batch, self.time)
@@ -214,7 +214,7 @@ RULES: tuple[dict[str, Any], ...] = (
     dict(causal=False, keys=9, softcap=1.5),
     dict(causal=True, window=1, keys=40, offset=(50, 19)),
 )
-HEADS: tuple[dict[str, int], ...] = (
+HEADS: tuple[dict[str, Any], ...] = (
     dict(query_heads=4, kv_heads=2, key_dim=4, value_dim=3),
     dict(query_heads=3, kv_heads=3, key_dim=5, value_dim=8),
     dict(query_heads=4, kv_heads=1, key_dim=8, value_dim=8),

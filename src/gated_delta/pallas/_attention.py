@@ -14,6 +14,7 @@ from gated_delta._explicit import varying_alike
 from gated_delta._heads import LANES
 from gated_delta._types import no_type_check
 from gated_delta.attention._backend import AbstractAttentionBackend, AttentionProblem, AttentionResult
+from gated_delta.attention._finite import contained
 
 from ._attention_backward import backward, backward_bytes
 from ._attention_forward import forward, forward_bytes
@@ -59,6 +60,8 @@ class PallasTPUAttention(AbstractAttentionBackend):
     Kept for the backward pass are the inputs, the outputs and one log-sum-exp per query.
     """
 
+    contains = True
+
     tiles: AttentionTiles = AttentionTiles()
     interpret: bool | pltpu.InterpretParams = eqx.field(static=True, default=False)
     ahead_of_time: bool = eqx.field(static=True, default=False)
@@ -83,7 +86,7 @@ class PallasTPUAttention(AbstractAttentionBackend):
             q, scale = (q.astype(problem.accumulation) * scale).astype(q.dtype), 1.0
         how = _How(self, problem.causal, problem.window, scale, problem.softcap, problem.precision)
         integers = _Integers(problem.query_offset, problem.query_segments, problem.key_segments)
-        return cast(AttentionResult, _attend(how, *varying_alike((q, problem.k, problem.v)), integers))
+        return cast(AttentionResult, _guarded(how, *varying_alike((q, problem.k, problem.v)), integers))
 
 
 class _How(NamedTuple):
@@ -107,20 +110,68 @@ class _Integers(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: _How, q, k, v, integers: _Integers):
-    return by_rows(_forward, how, q, k, v, integers)
+def _guarded(how: _How, q, k, v, integers: _Integers):
+    """The kernel's result; where it is not finite, that of the kernel for a problem without what is not.
+
+    So a bad token costs a second run when there is one, and otherwise a look at the log-sum-exps.
+    """
+    return by_rows(_guarded_result, how, q, k, v, integers)[0]
 
 
-def _attend_forward(how, q, k, v, integers):
-    out, log_sum_exp = cast(AttentionResult, _attend(how, q, k, v, integers))
-    return (out, log_sum_exp), (q, k, v, integers, out, log_sum_exp)
+def _guarded_forward(how, q, k, v, integers):
+    result, bad = by_rows(_guarded_result, how, q, k, v, integers)
+    return result, (q, k, v, integers, bad, *result)
 
 
-def _attend_backward(how, residuals, cotangents):
-    return *by_rows(_backward, how, *residuals, *cotangents), None
+def _guarded_backward(how, residuals, cotangents):
+    return *by_rows(_guarded_pull, how, *residuals, cotangents), None
 
 
-_attend.defvjp(_attend_forward, _attend_backward)
+_guarded.defvjp(_guarded_forward, _guarded_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _unguarded(how: _How, q, k, v, integers: _Integers):
+    """The kernel's result."""
+    return _forward(how, q, k, v, integers)
+
+
+def _unguarded_forward(how, q, k, v, integers):
+    result = _forward(how, q, k, v, integers)
+    return result, (q, k, v, integers, *result)
+
+
+def _unguarded_backward(how, residuals, cotangents):
+    return *_backward(how, *residuals, *cotangents), None
+
+
+_unguarded.defvjp(_unguarded_forward, _unguarded_backward)
+
+
+def _guarded_result(how, q, k, v, integers):
+    result = _forward(how, q, k, v, integers)
+    bad = jnp.isnan(result[1]).any(axis=(1, 2))
+    return lax.cond(bad.any(), lambda: _contained(how, integers, q, k, v), lambda: result), bad
+
+
+def _guarded_pull(how, q, k, v, integers, bad, out, log_sum_exp, cotangents):
+    def again():
+        return jax.vjp(functools.partial(_contained, how, integers), q, k, v)[1](cotangents)
+
+    return lax.cond(bad.any(), again, lambda: _backward(how, q, k, v, integers, out, log_sum_exp, *cotangents))
+
+
+def _contained(how: _How, integers: _Integers, q, k, v):
+    q, k, v = lax.optimization_barrier((q, k, v))  # else XLA moves what follows out of the branch
+
+    def run(clean: AttentionProblem):
+        return cast(AttentionResult, _unguarded(how, clean.q, clean.k, clean.v, integers))
+
+    static: dict[str, Any] = dict(causal=how.causal, window=how.window, softcap=how.softcap, precision=how.precision)
+    return contained(run, AttentionProblem(q, k, v, *integers, how.scale, **static))
+
+
+# ---- the kernels -----------------------------------------------------------------------------------------------------
 
 
 def _forward(how: _How, q, k, v, integers: _Integers):
@@ -133,9 +184,8 @@ def _forward(how: _How, q, k, v, integers: _Integers):
         def merge(so_far, part):
             return _merged(so_far, launch.forward(laid_q, part, jnp.float32)), None
 
-        nothing = jax.eval_shape(lambda: launch.forward(laid_q, parts.at(0), jnp.float32))
         zero = 0 * laid_q[:, :, :, :1].astype(jnp.float32)  # varies over a mesh as the queries do
-        out = jnp.broadcast_to(zero, nothing[0].shape)
+        out = jnp.broadcast_to(zero, (*laid_q.shape[:3], parts.v.shape[-1]))
         (out, log_sum_exp), _ = lax.scan(merge, (out, jnp.swapaxes(zero, 2, 3) - jnp.inf), parts)
     out = token_major(out, q.shape[1], v.shape[3]).astype(q.dtype)
     return out, jnp.swapaxes(log_sum_exp[:, :, 0, : q.shape[1]], 1, 2)

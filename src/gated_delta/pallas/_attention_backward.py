@@ -22,7 +22,6 @@ from ._attention_layout import (
     Grid,
     Pieces,
     Plan,
-    Ring,
     Sizes,
     Stages,
     Tile,
@@ -56,10 +55,9 @@ class _Block:
         self.d_q_ref, self.d_k_ref, self.d_v_ref = refs.pop(0).at[0, 0], refs.pop(0), refs.pop(0)
         self.segment_columns = refs.pop() if has_segments else None
         self.kT = Turned(refs.pop()) if is_turned(key_dim) else None
-        self.lse, self.delta, self.scores, self.d_weights, self.d_q, self.d_kT, self.d_vT = refs[:7]
-        self.qT, self.d_outT = map(Turned, refs[7:9])
-        self.weights, self.d_scores = map(Ring, refs[9:11])
-        self.leaving = refs[11:]
+        self.qT, self.d_outT = map(Turned, refs[:2])
+        self.lse, self.delta, self.scores, self.d_weights, self.weights, self.d_scores = refs[2:8]
+        self.d_q, self.d_kT, self.d_vT, *self.leaving = refs[8:]
         batch, block, blocks = pl.program_id(0), pl.program_id(3), pl.num_programs(3)
         self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
         self.position = block * self.sizes.block + (numbers_ref[1 + batch] if plan.has_offset else 0)
@@ -83,9 +81,8 @@ class _Block:
             self.kT.fill(self.k, self.sizes.tile)
 
     def begin(self):
-        self.weights.clear()
-        self.d_scores.clear()
-        self.d_q[...] = jnp.zeros_like(self.d_q)
+        for ref in (self.weights, self.d_scores, self.d_q):
+            ref[...] = jnp.zeros_like(ref)
         columns = [(self.lse, self.lse_ref), (self.delta, self.delta_ref)]
         if self.segment_columns is not None and self.query_segments is not None:
             columns.append((self.segment_columns, self.query_segments.at[0]))
@@ -156,8 +153,8 @@ class _Block:
                 weights.append(jnp.exp2(x[i] - lse))
                 d_score = weights[-1] * (d_weights[i] - delta)
                 d_scores.append(d_score if slopes is None else d_score * slopes[8 * i : 8 * i + 8])
-            self.weights.store(tile.slot, c, jnp.concatenate(weights))
-            self.d_scores.store(tile.slot, c, jnp.concatenate(d_scores))
+            for ref, slabs_ in ((self.weights, weights), (self.d_scores, d_scores)):
+                ref[tile.slot, c : c + count, :] = jnp.concatenate(slabs_).astype(ref.dtype)
 
         return [functools.partial(piece, c) for c in range(0, size, count)]
 
@@ -166,16 +163,16 @@ class _Block:
         slot, plan = tile.slot, self.plan
 
         def values():
-            self.d_vT[:, keys] += product(self.d_outT.load(rows), self.weights.load(slot), plan)
+            self.d_vT[:, keys] += product(self.d_outT.load(rows), self.weights[slot], plan)
 
         def keys_():
-            self.d_kT[:, keys] += product(self.qT.load(rows), self.d_scores.load(slot), plan)
+            self.d_kT[:, keys] += product(self.qT.load(rows), self.d_scores[slot], plan)
 
         def queries():
             if self.kT is None:
-                self.d_q[rows, :] += product(self.d_scores.load(slot), self.k.load(keys), plan)
+                self.d_q[rows, :] += product(self.d_scores[slot], self.k.load(keys), plan)
             else:
-                self.d_q[:, rows] += product(self.kT.load(keys), self.d_scores.load(slot), plan, turned=True)
+                self.d_q[:, rows] += product(self.kT.load(keys), self.d_scores[slot], plan, turned=True)
 
         return [values, keys_, queries]
 
@@ -224,12 +221,12 @@ def _scratch(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_s
     tile, column = (sizes.slots, sizes.tile, sizes.tile), (sizes.block, LANES)
     turned = is_turned(key_dim)
     scratch = [
+        *(Turned.scratch(dim, sizes.block, sizes.tile, dtype) for dim in (key_dim, value_dim)),
         *[pltpu.VMEM(column, jnp.float32)] * 2,
         *[pltpu.VMEM(tile, jnp.float32)] * 2,
+        *[pltpu.VMEM(tile, dtype)] * 2,
         pltpu.VMEM((key_dim, sizes.block) if turned else (sizes.block, key_dim), jnp.float32),
         *(pltpu.VMEM((dim, keys), jnp.float32) for dim in (key_dim, value_dim)),
-        *(Turned.scratch(dim, sizes.block, sizes.tile, dtype) for dim in (key_dim, value_dim)),
-        *[Ring.scratch(sizes, dtype)] * 2,
     ]
     for dim in (key_dim, value_dim):
         scratch += [pltpu.VMEM((2, sizes.step, dim), dtype), pltpu.SemaphoreType.DMA((2,))]

@@ -4,11 +4,12 @@ Scores stand as `[keys, queries]`: maxima and sums are taken over rows, a number
 over lanes, and the weights are the stationary operand of their product with the values, which fills a matrix unit of
 256 x 256 at a width of 128 too.
 
-**The anchor.** Weights are `2^(score - anchor)`. Any anchor gives the exact softmax as long as nothing overflows or
-vanishes, so it need not be the maximum: it begins as the largest score of a query with a few keys, seen or not, and
-in every step of the walk it is raised to the largest score of the tile before. So no weight waits for a maximum, and
-most tiles have none. At the end the sums are looked at: where one is outside of `[2^-80, 2^60]`, the block is done
-again with the true maximum of every tile.
+**The anchor.** Weights are `2^(score - anchor)`. Any anchor gives the exact softmax as long as nothing overflows, so it
+need not be the maximum. In steps that every query of the block sees whole it begins as the largest score of a query
+with a few of the keys, and once in a step it is raised to the largest score of the tile before. So no weight waits for
+a maximum, and most tiles have none. Where masks are needed it is raised to the maximum of every tile. At the end the
+sums are looked at: the queries of which one exceeds `2^60` are done again with true maxima throughout. Nothing that a
+query does not see has a say in its anchor: its result hangs on its own keys only, bit for bit.
 """
 
 import functools
@@ -27,7 +28,6 @@ from ._attention_layout import (
     Grid,
     Pieces,
     Plan,
-    Ring,
     Sizes,
     Stages,
     Tile,
@@ -45,6 +45,7 @@ from ._attention_layout import (
 )
 from ._layout import like
 
+SCORE, WEIGH = None, 32
 _LEAST = -1e30  # an anchor before there is one
 
 
@@ -62,8 +63,8 @@ class _Block:
         self.query_segments, self.key_segments = (refs.pop(0) if has_segments else None for _ in range(2))
         self.out_ref, self.lse_ref = refs.pop(0).at[0, 0], refs.pop(0).at[0, 0]
         self.segment_columns = refs.pop() if has_segments else None
-        self.scores, self.acc, self.anchor, self.most, self.fade, self.total, *turned, weights = refs
-        (self.vT, self.qT), self.weights = map(Turned, turned), Ring(weights)
+        vT, self.qT, self.scores, self.weights, self.acc, self.anchor, self.most, self.total, self.fade = refs
+        self.vT = Turned(vT)
         batch, block, blocks = pl.program_id(0), pl.program_id(3), pl.num_programs(3)
         self.visits = load_visits(visits_ref, (batch * blocks if plan.varies else 0) + block)
         self.block = block
@@ -76,8 +77,13 @@ class _Block:
     def run(self):
         self.begin()
         self.walk.run()
-        pl.when(self.is_bad())(self.exactly)
-        self.end()
+        fine = self.is_fine()
+        self.end(fine)
+
+        @pl.when(jnp.min(jnp.where(fine, 1.0, 0.0)) == 0)
+        def _():
+            self.exactly()
+            self.end(self.is_fine(), kept=fine)
 
     # ---- before and after
 
@@ -89,48 +95,54 @@ class _Block:
             rows = self.sizes.rows(r)
             q = self.q.load(rows)
             if self.is_scaled_late:
-                self.qT.store(rows, q)
+                self.qT[:, rows] = q.T
             else:
                 scaled = q.astype(jnp.float32) * self.factor
                 high = scaled.astype(q.dtype)
-                self.qT.store(rows, high)
+                self.qT[: self.key_dim, rows] = high.T
                 if self.is_split:
-                    self.qT.store(rows, (scaled - high.astype(scaled.dtype)).astype(q.dtype), self.key_dim)
-            few = self.finished(self.raw_scores(self.walk.key(0), min(64, tile), rows))
-            anchor = jnp.broadcast_to(jnp.max(few, axis=0, keepdims=True), (8, tile))
-            self.anchor[:, rows] = self.most[:, rows] = anchor
+                    self.qT[self.key_dim :, rows] = (scaled - high.astype(scaled.dtype)).astype(q.dtype).T
+            few = slabs(self.raw_scores(self.walk.key(0), min(64, tile), rows))
+            few = [self.finished(slab) for slab in few]
+            if self.plan.diagonal:
+                few = self.masked(few, self.walk.tiles(0)[r], 0)
+            anchor = jnp.max(fold(jnp.maximum, few), axis=0, keepdims=True)
+            if not self.plan.diagonal:
+                anchor = jnp.where(self.visits.whole_steps > 0, anchor, _LEAST)
+            self.anchor[:, rows] = self.most[:, rows] = jnp.broadcast_to(anchor, (8, tile))
 
     def reset(self):
-        self.weights.clear()
-        for ref in (self.acc, self.total):
+        for ref in (self.weights, self.acc, self.total):
             ref[...] = jnp.zeros_like(ref)
         self.fade[...] = jnp.ones_like(self.fade)
 
-    def end(self):
+    def is_fine(self):
+        """`[1, block]`: no score of the query was far above its anchor, and no sum of values overflowed."""
+        total = jnp.sum(self.total[...], axis=0, keepdims=True)
+        overflow = jnp.sum(0 * fold(jnp.add, slabs(self.acc[...])), axis=0, keepdims=True)
+        return (total <= 2.0**60) & (overflow == 0)
+
+    def end(self, fine, kept=None):
+        """Outputs and log-sum-exps, these NaN where a query is not fine; but not of those that are `kept`."""
         total = jnp.sum(self.total[...], axis=0, keepdims=True)
         has_any = total > 0
         total = jnp.where(has_any, total, 1.0)
-        self.lse_ref[...] = jnp.where(has_any, (self.anchor[0:1] + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        lse = jnp.where(has_any, (self.anchor[0:1] + jnp.log2(total)) * (1 / LOG2_E), -jnp.inf)
+        lse = jnp.where(fine, lse, jnp.nan)
+        self.lse_ref[...] = lse if kept is None else jnp.where(kept, self.lse_ref[...], lse)
         share = jnp.where(has_any, 1 / total, 0.0)
         for r in range(self.sizes.row_tiles):
             rows = self.sizes.rows(r)
-            self.out_ref[rows, :] = (self.acc[:, rows] * share[:, rows]).astype(self.out_ref.dtype).T
-
-    def is_bad(self):
-        """Whether an anchor was too far from a query's largest score, or a sum of values overflowed."""
-        total = jnp.sum(self.total[...], axis=0, keepdims=True)
-        fine = (total >= 2.0**-80) & (total <= 2.0**60)
-        if self.query_segments is not None:
-            fine |= self.query_segments[0] < 0  # padding sees nothing
-        query = self.block * self.sizes.block + jax.lax.broadcasted_iota(jnp.int32, total.shape, 1)
-        fine |= query >= self.plan.real_queries
-        overflow = jnp.sum(0 * fold(jnp.add, slabs(self.acc[...])), axis=0, keepdims=True)
-        return jnp.min(jnp.where(fine & (overflow == 0), 1.0, 0.0)) == 0
+            out = (self.acc[:, rows] * share[:, rows]).astype(self.out_ref.dtype).T
+            if kept is not None:
+                column = jnp.broadcast_to(jnp.where(kept[:, rows], 1.0, 0.0), self.acc[:, rows].shape).T
+                out = jnp.where(column > 0, self.out_ref[rows, :], out)
+            self.out_ref[rows, :] = out
 
     # ---- the work of a tile
 
     def score(self, tile: Tile) -> Work:
-        count = min(self.sizes.tile, 128 if self.key_dim <= 128 else 256)
+        count = min(self.sizes.tile, SCORE or (128 if self.key_dim <= 128 else 256))
 
         def piece(c):
             rows = self.sizes.rows(tile.queries)
@@ -139,34 +151,46 @@ class _Block:
         return [functools.partial(piece, c) for c in range(0, self.sizes.tile, count)]
 
     def weigh(self, tile: Tile) -> Work:
-        size, rows = self.sizes.tile, self.sizes.rows(tile.queries)
-        count = min(size, 32)
+        size, rows, slot = self.sizes.tile, self.sizes.rows(tile.queries), tile.slot
+        count = min(size, WEIGH)
         now = {}
 
+        def load(c):
+            x = [self.finished(slab) for slab in slabs(self.scores[slot, c : c + count, :])]
+            return self.masked(x, tile, c) if tile.masked else x
+
+        def look(c):
+            x = load(c)
+            self.scores[slot, c : c + count, :] = jnp.concatenate(x)
+            now["most"] = fold(jnp.maximum, x if c == 0 else [*x, now["most"]])
+
         def begin():
-            now["anchor"], now["total"], now["most"] = self.anchor[:, rows], self.total[:, rows], []
-            if tile.begins:
-                raised = jnp.maximum(now["anchor"], jnp.max(self.most[:, rows], axis=0, keepdims=True))
+            now["anchor"], now["total"] = self.anchor[:, rows], self.total[:, rows]
+            if tile.begins or tile.is_alone:
+                most = now["most"] if tile.is_alone else self.most[:, rows]
+                raised = jnp.maximum(now["anchor"], jnp.max(most, axis=0, keepdims=True))
                 fade = jnp.exp2(now["anchor"] - raised)
-                self.anchor[:, rows], self.fade[:, rows] = raised, fade
+                self.anchor[:, rows], self.fade[slot] = raised, fade
                 now["anchor"], now["total"] = raised, now["total"] * fade
+            elif self.plan.has_masked_steps:
+                self.fade[slot] = jnp.ones_like(self.fade[slot])
 
         def piece(c):
-            x = slabs(self.finished(self.scores[tile.slot, c : c + count, :]))
-            if tile.masked:
-                x = self.masked(x, tile, c)
+            x = slabs(self.scores[slot, c : c + count, :]) if tile.is_alone else load(c)
             weights = [jnp.exp2(slab - now["anchor"]) for slab in x]
             now["total"] = now["total"] + fold(jnp.add, weights)
-            self.weights.store(tile.slot, c, jnp.concatenate(weights))
+            self.weights[slot, c : c + count, :] = jnp.concatenate(weights).astype(self.weights.dtype)
             if tile.ends:
-                now["most"] = [fold(jnp.maximum, [*x, *now["most"]])]
+                now["most"] = fold(jnp.maximum, x if c == 0 else [*x, now["most"]])
 
         def end():
             self.total[:, rows] = now["total"]
             if tile.ends:
-                self.most[:, rows] = now["most"][0]
+                self.most[:, rows] = now["most"]
 
-        return [begin, *(functools.partial(piece, c) for c in range(0, size, count)), end]
+        pieces = range(0, size, count)
+        looks = [functools.partial(look, c) for c in pieces] if tile.is_alone else []
+        return [*looks, begin, *(functools.partial(piece, c) for c in pieces), end]
 
     def gather(self, tile: Tile) -> Work:
         rows, value_dim = self.sizes.rows(tile.queries), self.acc.shape[0]
@@ -175,14 +199,14 @@ class _Block:
         def piece(c):
             values = self.vT.load(pl.ds(tile.first, self.sizes.tile))[c : c + count]
             old = self.acc[c : c + count, rows]
-            if tile.begins:
-                old = jnp.concatenate([slab * self.fade[:, rows] for slab in slabs(old)])
-            self.acc[c : c + count, rows] = old + product(values, self.weights.load(tile.slot), self.plan)
+            if tile.begins or tile.is_alone:
+                old = jnp.concatenate([slab * self.fade[tile.slot] for slab in slabs(old)])
+            self.acc[c : c + count, rows] = old + product(values, self.weights[tile.slot], self.plan)
 
         return [functools.partial(piece, c) for c in range(0, value_dim, count)]
 
     def exactly(self):
-        """All of it again, with the true maximum of every tile: in any order, whatever the scores."""
+        """All of it again, with the maximum of every tile."""
         sizes, plan = self.sizes, self.plan
         self.reset()
         self.anchor[...] = jnp.full_like(self.anchor, _LEAST)
@@ -193,15 +217,12 @@ class _Block:
         @pl.loop(first, last)
         def _(j):
             key = pl.multiple_of(j * sizes.tile, sizes.tile)
-            self.prepare_masks([Tile(0, key, 0, 0, True, True, True)])
 
             @pl.loop(0, sizes.row_tiles)
             def _(r):
-                tile, rows = Tile(0, key, 0, r, True, True, True), sizes.rows(r)
-                one_after_another(self.score(tile))
-                x = slabs(self.finished(self.scores[0]))
-                self.most[:, rows] = fold(jnp.maximum, self.masked(x, tile, 0))
-                one_after_another(self.weigh(tile), self.gather(tile))
+                tile = Tile(0, key, 0, r, masked=True, begins=False, ends=False, is_alone=True)
+                self.prepare_masks([tile])
+                one_after_another(self.score(tile), self.weigh(tile), self.gather(tile))
 
     # ---- scores
 
@@ -223,7 +244,7 @@ class _Block:
         keys = self.k.load(pl.ds(first, count))
         if self.is_split:
             keys = jnp.concatenate([keys, keys], axis=1)
-        return product(keys, self.qT.load(rows), self.plan)
+        return product(keys, self.qT[:, rows], self.plan)
 
     def finished(self, x):
         if self.is_scaled_late:
@@ -273,13 +294,15 @@ def _body(plan: Plan, key_dim: int, value_dim: int, *refs):
 
 def _scratch(sizes: Sizes, keys: int, key_dim: int, value_dim: int, dtype, has_segments: bool) -> list:
     parts = 2 if is_split(dtype, key_dim) else 1
+    tile = (sizes.slots, sizes.tile, sizes.tile)
     return [
-        pltpu.VMEM((sizes.slots, sizes.tile, sizes.tile), jnp.float32),
-        pltpu.VMEM((value_dim, sizes.block), jnp.float32),
-        *[pltpu.VMEM((8, sizes.block), jnp.float32)] * 4,
         Turned.scratch(value_dim, keys, sizes.tile, dtype),
-        Turned.scratch(parts * key_dim, sizes.block, sizes.tile, dtype),
-        Ring.scratch(sizes, dtype),
+        pltpu.VMEM((parts * key_dim, sizes.block), dtype),
+        pltpu.VMEM(tile, jnp.float32),
+        pltpu.VMEM(tile, dtype),
+        pltpu.VMEM((value_dim, sizes.block), jnp.float32),
+        *[pltpu.VMEM((8, sizes.block), jnp.float32)] * 3,
+        pltpu.VMEM((sizes.slots, 8, sizes.tile), jnp.float32),
         *([pltpu.VMEM((sizes.step, LANES), jnp.int32)] if has_segments else []),
     ]
 

@@ -194,8 +194,9 @@ class Tile(NamedTuple):
     row: int  # of its step that this key is
     queries: Any  # which tile of queries
     masked: bool
-    begins: bool  # the first of its queries in a step
-    ends: bool  # the last one
+    begins: bool  # the first of its queries in a step that is seen whole, or on the diagonal
+    ends: bool  # the last one in such a step
+    is_alone: bool  # of a step that is masked
 
 
 class Stages(NamedTuple):
@@ -210,7 +211,7 @@ class Walk:
     """One block's way over the keys it sees.
 
     Weights are made tile by tile; beside those of one tile stand the products of a tile `lead` before and the scores of
-    one as many ahead, also over the ends of steps. The slots of tiles that were never weighed hold zeros.
+    one as many ahead, also over the ends of steps. Slots that were never used hold weights of zero.
     """
 
     def __init__(self, plan: Plan, visits: Visits, block, keys: int, stages: Stages, prepare_masks: Callable):
@@ -225,7 +226,7 @@ class Walk:
             pl.loop(0, whole)(functools.partial(self.step, masked=False))
         if plan.has_masked_steps:
             pl.loop(whole, steps)(functools.partial(self.step, masked=True))
-        left = self.behind(steps)
+        left = self.behind(steps, plan.has_masked_steps)
         if plan.diagonal:
             left = self.in_order(left, self.diagonal(), [])
         for tile in left:
@@ -235,7 +236,7 @@ class Walk:
         tiles = self.tiles(i, masked)
         if masked:
             self.prepare_masks([tile for tile in tiles if tile.queries == 0])
-        self.in_order(self.behind(i), tiles, self.tiles(i + 1)[: self.plan.sizes.lead])
+        self.in_order(self.behind(i, masked), tiles, self.tiles(i + 1)[: self.plan.sizes.lead])
 
     def in_order(self, before: list[Tile], tiles: list[Tile], ahead: list[Tile]) -> list[Tile]:
         """All of `tiles`; those whose products are left."""
@@ -248,15 +249,24 @@ class Walk:
                 weave(stages.gather(row[t]), *map(stages.score, row[t + 2 * lead :][:1]), stages.weigh(tile))
         return row[len(tiles) :][:lead]
 
-    def behind(self, i) -> list[Tile]:
+    def behind(self, i, masked: bool) -> list[Tile]:
         """Of the step before, those whose products are left when the `i`-th begins."""
-        tiles = self.tiles(i - 1)
+        tiles = self.tiles(i - 1, masked)
         return tiles[len(tiles) - self.plan.sizes.lead :]
 
     def tiles(self, i, masked: bool = False) -> list[Tile]:
         sizes, last = self.plan.sizes, self.plan.sizes.key_tiles - 1
         return [
-            Tile(t % sizes.slots, self.key(i, j), j * sizes.tile, r, masked, j == 0, j == last)
+            Tile(
+                slot=t % sizes.slots,
+                first=self.key(i, j),
+                row=j * sizes.tile,
+                queries=r,
+                masked=masked,
+                begins=j == 0 and not masked,
+                ends=j == last and not masked,
+                is_alone=masked,
+            )
             for t, (j, r) in enumerate(sizes.tiles)
         ]
 
@@ -266,7 +276,16 @@ class Walk:
         pairs = [(j, r) for j in range(sizes.row_tiles) for r in range(j, sizes.row_tiles)]
         first = self.block * sizes.block
         return [
-            Tile(t % sizes.slots, pl.multiple_of(first + j * sizes.tile, sizes.tile), 0, r, j == r, j == 0, False)
+            Tile(
+                slot=t % sizes.slots,
+                first=pl.multiple_of(first + j * sizes.tile, sizes.tile),
+                row=0,
+                queries=r,
+                masked=j == r,
+                begins=j == 0,
+                ends=False,
+                is_alone=False,
+            )
             for t, (j, r) in enumerate(pairs)
         ]
 
@@ -321,8 +340,8 @@ def fold(operation, parts: Sequence):
     return parts[0]
 
 
-# Memory keeps bfloat16 arrays that are wider than a register in an order in which a register holds two of them side by
-# side, and every load costs a rearrangement. So what is wider is kept as pieces of 128 lanes.
+# Memory keeps bfloat16 arrays that are wider than a register so that a load brings eight rows of 256 lanes. That suits
+# a stationary operand; a moving one is wanted as sixteen rows of 128, and is kept in pieces of 128 lanes.
 
 
 def piece_specs(x, rows: int, index) -> list[pl.BlockSpec]:
@@ -377,30 +396,6 @@ class Turned:
             for j in range(together):
                 rows = pl.ds(pl.multiple_of((i * together + j) * chunk, chunk), chunk)
                 self.store(rows, pieces.load(rows))
-
-
-class Ring:
-    """Slots of `[tile, tile]` in `[slots, tile / 128, tile, 128]`."""
-
-    def __init__(self, ref):
-        self.ref, self.width = ref, ref.shape[3]
-
-    @staticmethod
-    def scratch(sizes: Sizes, dtype):
-        width = min(sizes.tile, LANES)
-        return pltpu.VMEM((sizes.slots, sizes.tile // width, sizes.tile, width), dtype)
-
-    def clear(self):
-        self.ref[...] = jnp.zeros_like(self.ref)
-
-    def load(self, slot: int):
-        return jnp.concatenate([self.ref[slot, i] for i in range(self.ref.shape[1])], axis=1)
-
-    def store(self, slot: int, begin: int, x):
-        """Rows of a slot, from `begin` on."""
-        for i in range(self.ref.shape[1]):
-            part = x[:, i * self.width : (i + 1) * self.width]
-            self.ref[slot, i, begin : begin + x.shape[0], :] = part.astype(self.ref.dtype)
 
 
 def _shrunk(start, width: int):
