@@ -36,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.mesh_utils import create_device_mesh
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from language_model import (
@@ -207,7 +208,9 @@ def make_mesh(data: int | None, model: int, context: int, devices=None) -> Mesh:
         devices = devices[: data * model * context]
     if data * model * context != len(devices):
         raise Stop(f"a mesh of {data} x {model} x {context} needs as many devices, but there are {len(devices)}", 2)
-    return jax.make_mesh((data, model, context), AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    # A large slice of TPUs is a torus of few long axes: what is left of one by a short axis goes to another.
+    laid_out = create_device_mesh((data, model, context), devices, allow_split_physical_axes=True)
+    return Mesh(laid_out, AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def check_divisible(settings: Settings, mesh: Mesh) -> None:

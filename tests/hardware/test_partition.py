@@ -1,7 +1,9 @@
 """The TPU compiler takes the training step of examples/train_distributed.py apart for many chips that are not here."""
 
 import importlib.util
+import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "benchmarks"))
 
 from aot_train_step import Case, in_own_process
+from tpu.compile import libtpu_environment
 
 pytestmark = [
     pytest.mark.aot,
@@ -17,6 +20,25 @@ pytestmark = [
         importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed: pip install 'gated-delta[tpu]'"
     ),
 ]
+
+MESHES = """
+import sys
+from jax.experimental import topologies
+sys.path[:0] = sys.argv[1:]
+import aot_train_step, train_distributed
+for case in aot_train_step.CASES:
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=case.topology).devices
+    mesh = train_distributed.make_mesh(case.data, case.model, case.context, devices)
+    assert mesh.devices.shape == (case.data, case.model, case.context) and set(mesh.devices.flat) == set(devices)
+"""
+
+
+def test_a_mesh_fits_every_topology():
+    environment = {**os.environ, **libtpu_environment(pathlib.Path("/tmp")), "LIBTPU_INIT_ARGS": ""}
+    folders = [str(pathlib.Path(__file__).parents[2] / name) for name in ("benchmarks", "examples")]
+    done = subprocess.run([sys.executable, "-c", MESHES, *folders], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+
 
 SMALL = "--width 512 --head 64 --units 1 --length 2048".split()
 MEMORY = {"tpu7x": 96, "v5p": 95}  # GiB of a device
