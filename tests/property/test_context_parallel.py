@@ -186,24 +186,25 @@ def rows_of_documents(draw, batch, time):
     return tuple(rows)
 
 
-@pytest.mark.parametrize("devices", [pytest.param(2, marks=pytest.mark.slow), 8])
+RANDOM = [("gdn2", 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("kda", 8), ("sla", 4), ("gdn", 2)))]
+
+
+@pytest.mark.parametrize("name, devices", RANDOM)
 @given(data=st.data())
-def test_any_lengths_documents_and_gates(devices, data):
+def test_any_lengths_documents_and_gates(name, devices, data):
     """Real tokens, padding and documents lie anywhere: shards without a token, and documents over all of them."""
-    choices = {name: data.draw(strategy, label=name) for name, strategy in HARD.items()}
-    gates = dataclasses.replace(
-        GATES[data.draw(st.sampled_from(["gdn2"]), label="gates")],
-        log_decays=choices["log_decays"],
-        strengths=choices["strengths"],
-    )
-    documents = data.draw(rows_of_documents(2, 24), label="documents")
-    problem = dataclasses.replace(
-        problem_of("gdn2", batch=2, time=24, seed=data.draw(st.integers(0, 99), label="seed")),
+    choices = {word: data.draw(strategy, label=word) for word, strategy in HARD.items()}
+    gates = dataclasses.replace(GATES[name], log_decays=choices["log_decays"], strengths=choices["strengths"])
+    problem = problem_of(
+        name,
+        batch=2,
+        time=24,
+        seed=data.draw(st.integers(0, 99), label="seed"),
         gates=gates,
         keys=choices["keys"],
-        documents=documents,
     )
-    check_over(along_context(devices), problem, backend=Chunked(16))
+    documents = data.draw(rows_of_documents(2, 24), label="documents")
+    check_over(along_context(devices), dataclasses.replace(problem, documents=documents), backend=Chunked(16))
 
 
 @pytest.mark.slow
