@@ -98,24 +98,36 @@ def index(state, place):
 
 
 def alone(layer, tokens, state):
-    """What a document should give: by itself, token by token, without any mask."""
-    padded = np.zeros((TIME, tokens.shape[-1]), np.float32)
-    padded[: len(tokens)] = tokens
-    out, states = run_steps(layer, padded, state)
-    return np.asarray(out)[: len(tokens)], index(states, len(tokens) - 1) if len(tokens) else state
+    """What a document should give: by itself, token by token, without any mask; and the same for tokens one rounding
+    off."""
+    rounded = np.nextafter(tokens, np.where(draw(len(tokens), *tokens.shape) > 0, np.inf, -np.inf).astype(np.float32))
+    wanted = []
+    for some in (tokens, rounded):
+        padded = np.zeros((TIME, tokens.shape[-1]), np.float32)
+        padded[: len(tokens)] = some
+        out, states = run_steps(layer, padded, state)
+        wanted.append((np.asarray(out)[: len(tokens)], index(states, len(tokens) - 1) if len(tokens) else state))
+    return wanted
 
 
-def close(actual, wanted, what: str, budget: float = BUDGET) -> float:
-    """The worst relative RMS of any array, in budgets, if that is at most 1."""
+def close(actual, wanted, what: str, budget: float = BUDGET, rounded: Any = None) -> float:
+    """The worst relative RMS of any array, in budgets, if that is at most 1.
+
+    `rounded`: what is wanted, for inputs one rounding off. Twice what it differs by is added to the budget: where query
+    and key of a document's only token are nearly orthogonal, the norm of the heads magnifies the rounding of their
+    product. Of 500 documents one had an output that one rounding of its token moves by 0.8e-5 to 3.6e-5 in float64.
+    """
     worst = 0.0
-    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
-        a, e = np.asarray(a, np.float64), np.asarray(e, np.float64)
+    rounded = wanted if rounded is None else rounded
+    for a, e, r in zip(*map(jax.tree.leaves, (actual, wanted, rounded)), strict=True):
+        a, e, r = (np.asarray(x, np.float64) for x in (a, e, r))
         if a.shape != e.shape:
             raise AssertionError(f"{what}: a shape is {a.shape} instead of {e.shape}.")
         if a.size:
-            error = float(np.sqrt(np.mean((a - e) ** 2)) / (np.sqrt(np.mean(e**2)) + 1e-30)) / budget
+            off, moved = (np.sqrt(np.mean((x - e) ** 2)) / (np.sqrt(np.mean(e**2)) + 1e-30) for x in (a, r))
+            error = float(off / (budget + 2 * moved))
             if not error <= 1:
-                raise AssertionError(f"{what}: off by {error:.3g} times the budget of {budget:g}.")
+                raise AssertionError(f"{what}: off by {error:.3g} times the budget of {budget + 2 * moved:.2g}.")
             worst = max(worst, error)
     return worst
 
@@ -162,13 +174,14 @@ def layer_documents(subject, seed, ids, masked):
     out, new = run(layer, x, state, mask, np.array(ids, np.int32))
     ids, worst = np.where(mask, ids, -1), 0.0
     for row in range(BATCH):
-        last = index(state, row)
+        last = last_rounded = index(state, row)
         for rank, document in enumerate(np.unique(ids[row][ids[row] >= 0])):
             last = last if rank == 0 else jax.tree.map(np.zeros_like, last)
             tokens = ids[row] == document
-            wanted, last = alone(layer, x[row, tokens], last)
-            worst = max(worst, close(np.asarray(out)[row, tokens], wanted, f"document {document} of row {row}"))
-        worst = max(worst, close(index(new, row), last, f"the state of row {row}"))
+            (wanted, last), (rounded, last_rounded) = alone(layer, x[row, tokens], last)
+            what = f"document {document} of row {row}"
+            worst = max(worst, close(np.asarray(out)[row, tokens], wanted, what, rounded=rounded))
+        worst = max(worst, close(index(new, row), last, f"the state of row {row}", rounded=last_rounded))
     if np.any(np.asarray(out)[ids < 0]):
         raise AssertionError("The output at padding must be 0.")
     return worst
@@ -193,8 +206,9 @@ def layer_offsets(subject, seed, cuts):
             for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(before)):
                 same_bits(a, b, f"the state of the empty document {document}")
         else:
-            wanted = alone(layer, x[tokens], before)
-            worst = max(worst, close((np.asarray(out)[tokens], after), wanted, f"document {document}"))
+            wanted, rounded = alone(layer, x[tokens], before)
+            found = np.asarray(out)[tokens], after
+            worst = max(worst, close(found, wanted, f"document {document}", rounded=rounded))
     if np.any(np.asarray(out)[offsets[-1] :]):
         raise AssertionError("The output past the last offset must be 0.")
     return worst
