@@ -147,6 +147,14 @@ def test_any_backend_and_exchange_runs_a_shard(backend, exchange, packed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", [Chunked(16), INTERPRETED], ids=str)
+@pytest.mark.parametrize("name", ["gdn2", "sla"])
+def test_shards_of_bfloat16(name, backend):
+    """The kernels' outputs are bfloat16 too, where XLA's are not rounded yet."""
+    check_over(along_context(2), problem_of(name, packed=True, dtype="bfloat16"), backend=backend)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [2, 3, 5, 7, 8])
 @pytest.mark.parametrize("exchange", ["ring", "steps"])
 def test_any_number_of_devices(devices, exchange):

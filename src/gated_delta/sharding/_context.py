@@ -232,8 +232,8 @@ def _shard_bwd(how: _How, residuals, cotangents):
         problem = _join(how, floats, others)
         return how.inner(dataclasses.replace(problem, initial_state=entering[:, None]))
 
-    _, pull = jax.vjp(run, floats)
-    (d_floats,) = pull((d_out, (d_leaving + d_later)[:, None]))
+    (out, _), pull = jax.vjp(run, floats)
+    (d_floats,) = pull((d_out.astype(out.dtype), (d_leaving + d_later)[:, None]))  # kernels have outputs like `v`
     if problem.initial_state is not None:
         is_first = lax.axis_index(how.axis_name) == 0
         d_first = jnp.where(is_first, back(d_later), 0)[:, None]
