@@ -5,7 +5,8 @@
 
 libtpu takes the whole program through its partitioner, its collectives and its memory plan, as it would on the chips;
 nothing is run. For each topology: the mesh, the collectives of a step with the bytes that one device receives of them
-(loops counted as often as they run), and the memory of one device. A TPU 7x has two devices to a chip.
+(loops counted as often as they run), and the memory of one device. A TPU 7x has two devices to a chip. Where the
+compiler makes a reduce-scatter it is a fusion around an all-reduce, and counts as that.
 """
 
 import argparse
