@@ -14,7 +14,7 @@ and $\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over 
     O    = (q * Gamma_i,start) H + F D
     H'   = Gamma_end,start * H + (k * Gamma_end,i)^T D
 
-Every exponent is a sum of its own tokens and at most 0, but for two short cuts with bfloat16 operands that say their
+Every exponent is a sum of its own tokens and at most 0, but for three short cuts with bfloat16 operands that say their
 error.
 Nothing is ever divided by a decay, so no gate is too strong, and a row never sees a gate that comes after it.
 """
@@ -44,6 +44,13 @@ STEEP = 64.0
 
 BOUNDED = 160.0
 """How much it may forget where that is promised, and decays are measured from halfway: `NEAR` tokens of -5."""
+
+
+LEAST = 18.0
+"""The strongest decay of one token, in nats, between pairs of eight rows that forget much; with bfloat16 operands only.
+
+It hides all but 2e-8 of what came before it, where float32 rounds by 6e-8.
+"""
 
 
 class Arithmetic(NamedTuple):
@@ -205,27 +212,31 @@ def _parts(x, number: int) -> list:
     return parts
 
 
-def _select_and_add(ones, x, arithmetic: Arithmetic, parts: int):
+def _select_and_add(ones, x, arithmetic: Arithmetic, parts: int, at_once: bool = False):
     """`ones @ x` for a matrix of zeros and ones: sums of rows of `x`, by a product that rounds them like additions do.
 
-    With bfloat16 operands `x` comes in `parts`, and the sums are right to 16 or 24 bits.
+    With bfloat16 operands `x` comes in `parts`, and the sums are right to 8, 16 or 24 bits. `at_once`: one product adds
+    up the parts as well.
     """
     with jax.named_scope("exact_sums"):
         if not arithmetic.is_rounding:
             return _dot(ones, x, (-1, -2), Arithmetic(arithmetic.operand))
-        return cast(Array, _rounding_sums(ones, x, parts))
+        return cast(Array, _rounding_sums(ones, x, parts, at_once))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def _rounding_sums(ones, x, parts):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _rounding_sums(ones, x, parts, at_once):
+    if at_once:
+        ones = jnp.concatenate([ones] * parts, axis=-1)
+        return _dot(ones, jnp.concatenate(_parts(x, parts), axis=-2), (-1, -2), Arithmetic("bfloat16"))
     return _sum_of_parts(ones, x, (-1, -2), parts)
 
 
-def _rounding_sums_fwd(ones, x, parts):
-    return _rounding_sums(ones, x, parts), ones
+def _rounding_sums_fwd(ones, x, parts, at_once):
+    return _rounding_sums(ones, x, parts, at_once), ones
 
 
-def _rounding_sums_bwd(parts, ones, d_out):
+def _rounding_sums_bwd(parts, at_once, ones, d_out):
     return None, _sum_of_parts(ones, d_out, (-2, -2), parts)
 
 
@@ -355,14 +366,14 @@ class _GroupDecay(_NoDecay):
             def between(i, j):
                 return jnp.exp(jnp.where(rows >= columns, i - j, 0))
 
-            return [each(between, sums.column(group), sums.row(group)) for group in range(groups)]
+            return (each(between, sums.column(group), sums.row(group)) for group in range(groups))
 
         def own_sums(row):
             i, m = _rows_and_columns(chunk, chunk, row.ndim)
             until = jnp.where(m <= i, row, 0)
             return jnp.exp(_select_and_add(until, _ones_where(i > m, row.dtype), self.arithmetic, parts=3))
 
-        return [each(own_sums, self.log_decay.row(group)) for group in range(groups)]
+        return (each(own_sums, self.log_decay.row(group)) for group in range(groups))
 
     def entering(self, x):
         return x if self.log_decay.groups == 1 else each(jnp.multiply, x, self.starts)
@@ -441,7 +452,7 @@ class _ChannelDecay(_NoDecay):
             return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic)._raw_scores(
                 left, k, count(k), self.arithmetic
             )
-        return _near_by_seams(left, k, self.log_decay, self.arithmetic)
+        return _near_of_channels(left, k, self.log_decay, self.arithmetic)
 
     def _near_from_start(self, left: list[Heads], k: Heads, near: list[Heads], keys: Heads) -> list[Heads]:
         """The same where a block forgets little: one product for all pairs, of what `_decayed` makes of `left` and `k`.
@@ -647,11 +658,11 @@ def _copies(columns: Columns, dim: int):
     return _ones_where(n // (dim // columns.groups) == m, jnp.bfloat16)
 
 
-def _add_in_blocks(own, log_decay, arithmetic):
+def _add_in_blocks(own, log_decay, arithmetic, parts: int = 2, at_once: bool = False):
     """Sums over the rows of each block that `own`, `[sets * near, near]`, selects: `[sets * chunk, key_dim]`."""
     near, (chunk, key_dim) = own.shape[-1], log_decay.shape[-2:]
     blocks = jnp.concatenate([log_decay[..., b : b + near, :] for b in range(0, chunk, near)], axis=-1)
-    sums = _select_and_add(_ones_where(own, log_decay.dtype), blocks, arithmetic, parts=2)
+    sums = _select_and_add(_ones_where(own, log_decay.dtype), blocks, arithmetic, parts, at_once)
     cut = [
         sums[..., row : row + near, column : column + key_dim]
         for row in range(0, own.shape[-2], near)
@@ -662,14 +673,14 @@ def _add_in_blocks(own, log_decay, arithmetic):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def _mend(scores: list[Array], left: list[Array], k: Array, log_decay: Array, holds: Array, arithmetic: Arithmetic):
-    """`scores` with those rows replaced, by seams, for which `holds`, `[*rows, heads, chunk, 1]`, is false.
+    """`scores` with those rows replaced for which `holds`, `[*rows, heads, chunk, 1]`, is false.
 
     Where it is true for all rows nothing is computed. The rows for which it is true keep their bits in either case, so
     no row depends on what comes after it. The backward pass has a branch of its own, and needs the inputs only.
     """
 
     def mended():
-        found = _near_by_seams(left, k, log_decay, arithmetic)
+        found = cast(list, _near_of_channels(left, k, log_decay, arithmetic))
         return [jnp.where(holds, x, y) for x, y in zip(scores, found, strict=True)]
 
     return lax.cond(_anywhere(~holds), mended, lambda: scores)
@@ -683,7 +694,7 @@ def _mend_bwd(arithmetic, residuals, d_out):
     *inputs, holds = residuals
 
     def mended():
-        _, pull = jax.vjp(lambda left, k, log_decay: _near_by_seams(left, k, log_decay, arithmetic), *inputs)
+        _, pull = jax.vjp(lambda left, k, log_decay: _near_of_channels(left, k, log_decay, arithmetic), *inputs)
         return [jnp.where(holds, d, 0) for d in d_out], *pull([jnp.where(holds, 0, d) for d in d_out])
 
     def unmended():
@@ -706,32 +717,155 @@ def _anywhere_of_mapped(_, mapped, x):
     return _anywhere(x), False
 
 
-def _near_by_seams(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
-    """Scores of pairs within a block of `NEAR` rows: one product for each halving of the block."""
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
+    """Scores of pairs within a block of `NEAR` rows for any decays of channels: a product for each kind of `_legs`."""
     chunk = first(k).shape[-2]
-    near = min(NEAR, chunk)
-    halvings = _halvings(near)
-
-    def seams(log_decay):
-        i, m = _rows_and_columns(near, near, log_decay.ndim)
-        own = [((i ^ m) < half) & _either((i & half) != 0, m <= i, m > i) for half in halvings]
-        sums = _add_in_blocks(jnp.concatenate(own, axis=-2), log_decay, arithmetic)
-        return tuple(jnp.exp(sums[..., n * chunk : (n + 1) * chunk, :]) for n in range(len(halvings)))
-
-    legs = each(seams, log_decay) if halvings else []
     i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
 
-    def diagonal(k, *left):
-        return tuple(jnp.where(i == j, jnp.sum(x * k, axis=-1, keepdims=True), 0) for x in left)
+    def multiply(half, before, after, k, *left):
+        return tuple(_cut(matmul_nt(*_with_legs(half, before, after, k, left), arithmetic), len(left)))
 
-    out = each(diagonal, k, *left)
-    for half, leg in zip(halvings, legs, strict=True):
+    def put(half, out, found):
+        pairs = _pairs(_seconds(half, i), _seconds(half, j), half)
+        return _with_seconds(half, out, jnp.where(pairs, found, _seconds(half, out)))
 
-        def meet(out, left, k, leg):
-            return jnp.where(_meet(i, j, half), matmul_nt(left * leg, k * leg, arithmetic), out)  # noqa: B023
+    def diagonal(left, k):
+        return jnp.where(i == j, jnp.sum(left * k, axis=-1, keepdims=True), 0)
 
-        out = [each(meet, y, x, k, leg) for y, x in zip(out, left, strict=True)]
-    return list(out)
+    nothing = each(lambda k: jnp.zeros((*k.shape[:-1], chunk), k.dtype), k)
+    out = [*(nothing for _ in left[1:]), each(diagonal, left[-1], k)]  # erase keys have none
+    legs = _legs(log_decay, arithmetic)
+    products = [each(functools.partial(multiply, half), before, after, k, *left) for half, before, after in legs]
+    for (half, _, _), found in zip(legs, products, strict=True):
+        out = [each(functools.partial(put, half), x, y) for x, y in zip(out, found, strict=True)]
+    return out
+
+
+def _near_of_channels_fwd(left, k, log_decay, arithmetic):
+    return _near_of_channels(left, k, log_decay, arithmetic), (left, k, log_decay)
+
+
+def _near_of_channels_bwd(arithmetic, inputs, d_out):
+    # Product by product, so that nothing of one is kept while others are worked on: legs are found again.
+    left, k, log_decay = inputs
+    number, chunk = len(left), first(k).shape[-2]
+    i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
+
+    def of_diagonal(d, q, k):
+        d = jnp.sum(jnp.where(i == j, d, 0), axis=-1, keepdims=True)
+        return d * k, d * q
+
+    def of_product(half, before, after, k, d_k, *rest):
+        left, d_left, d_out = (rest[n : n + number] for n in range(0, 3 * number, number))
+        rows, keys = _with_legs(half, before, after, k, left)
+        pairs = _pairs(_seconds(half, i), _seconds(half, j), half)
+        d = jnp.concatenate([jnp.where(pairs, _seconds(half, d), 0) for d in d_out], axis=-2)
+        d_rows = [d * after for d in _cut(matmul(d, keys, arithmetic), number)]
+        d_keys = _firsts(half, matmul_tn(d, rows, arithmetic)) * before
+        d_left = [_with_seconds(half, x, _seconds(half, x) + d) for x, d in zip(d_left, d_rows, strict=True)]
+        # The gradient of x exp(s) for s is that product times its own cotangent.
+        own = functools.reduce(jnp.add, [_seconds(half, x) * d for x, d in zip(left, d_rows, strict=True)])
+        d_sums = _merge(half, _firsts(half, k) * d_keys, own) if half else own - k * d_keys
+        return d_sums, _with_firsts(half, d_k, _firsts(half, d_k) + d_keys), *d_left
+
+    def of_sums(half, d_log_decay, log_decay, d_sums):
+        # Seams in one part: what they add up does not cancel.
+        pull = jax.vjp(lambda x: _leg_sums(x, half, arithmetic, parts=1 if half else 2), log_decay)[1]
+        return d_log_decay + pull(d_sums)[0]
+
+    d_q, d_k = each(of_diagonal, d_out[-1], left[-1], k)
+    d_left = [*(each(jnp.zeros_like, x) for x in left[:-1]), d_q]
+    d_log_decay = each(jnp.zeros_like, log_decay)
+    for half, before, after in _legs(log_decay, arithmetic):
+        step = functools.partial(of_product, half)
+        d_sums, d_k, *d_left = each(step, before, after, k, d_k, *left, *d_left, *d_out)
+        d_log_decay = each(functools.partial(of_sums, half), d_log_decay, log_decay, d_sums)
+    return d_left, d_k, d_log_decay
+
+
+_near_of_channels.defvjp(_near_of_channels_fwd, _near_of_channels_bwd)
+
+
+def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, Heads]]:
+    """Kinds of pairs, as `_pairs` numbers them, and for each the factors of keys and of rows behind them: the decay
+    between two rows is the product of both.
+
+    Of pairs that meet at a seam these are the decays to it, at most 1. With bfloat16 operands one kind has all pairs of
+    eight rows: decays from the first of them, no token's stronger than `LEAST`, measured from halfway.
+    """
+    seams = _halvings(min(NEAR, first(log_decay).shape[-2]))
+
+    def at_seam(log_decay, half):
+        leg = jnp.exp(_leg_sums(log_decay, half, arithmetic))
+        return _firsts(half, leg), _seconds(half, leg)
+
+    def in_eight(log_decay):
+        sums, halfway = _leg_sums(log_decay, 0, arithmetic), 3.5 * LEAST
+        return jnp.exp(-halfway - sums), jnp.exp(halfway + sums)
+
+    within = []
+    if arithmetic.is_rounding:
+        within, seams = [(0, *each(in_eight, log_decay))], [half for half in seams if half >= 8]
+    return [*within, *((half, *each(at_seam, log_decay, half)) for half in seams)]
+
+
+def _leg_sums(log_decay, half: int, arithmetic: Arithmetic, parts: int = 2):
+    near = min(NEAR, log_decay.shape[-2])
+    i, m = _rows_and_columns(near, near, log_decay.ndim)
+    if half:
+        own = ((i ^ m) < half) & _either((i & half) != 0, m <= i, m > i)
+    else:
+        own, log_decay = ((i ^ m) < 8) & (m <= i) & ((m & 7) != 0), jnp.maximum(log_decay, -LEAST)
+    return _add_in_blocks(own, log_decay, arithmetic, parts, at_once=True)
+
+
+def _pairs(rows, columns, half: int):
+    """Those that meet at a seam of `half`; those within eight rows for 0."""
+    return _meet(rows, columns, half) if half else (rows > columns) & ((rows ^ columns) < 8)
+
+
+def _with_legs(half: int, before, after, k, left) -> tuple[Array, Array]:
+    """Rows of every `left` that stand behind a seam, and keys before one, each times its leg. Keys lie where they
+    did."""
+    keys = _firsts(half, k) * before
+    rows = jnp.concatenate([_seconds(half, x) * after for x in left], axis=-2)
+    return rows, keys if half < 8 else _merge(half, keys, jnp.zeros_like(keys))
+
+
+def _firsts(half: int, x):
+    """First halves of the blocks of `2 * half` rows; all rows, where a half is no whole register of a TPU."""
+    return x if half < 8 else _runs(half, x, 0)
+
+
+def _seconds(half: int, x):
+    return x if half < 8 else _runs(half, x, half)
+
+
+def _runs(half: int, x, start: int):
+    return jnp.concatenate([x[..., s : s + half, :] for s in range(start, x.shape[-2], 2 * half)], axis=-2)
+
+
+def _merge(half: int, firsts, seconds):
+    """Halves put together again; of all rows the sum."""
+    if half < 8:
+        return firsts + seconds
+    parts = [x[..., s : s + half, :] for s in range(0, firsts.shape[-2], half) for x in (firsts, seconds)]
+    return jnp.concatenate(parts, axis=-2)
+
+
+def _with_firsts(half: int, x, firsts):
+    return firsts if half < 8 else _merge(half, firsts, _seconds(half, x))
+
+
+def _with_seconds(half: int, x, seconds):
+    return seconds if half < 8 else _merge(half, _firsts(half, x), seconds)
+
+
+def _cut(x, number: int) -> list:
+    """`number` equal runs of rows."""
+    rows = x.shape[-2] // number
+    return [x[..., n * rows : (n + 1) * rows, :] for n in range(number)]
 
 
 @jax.custom_jvp
@@ -887,8 +1021,8 @@ def _inverses_of_eights(side: Heads, products: Arithmetic) -> Heads:
         with jax.named_scope("exact_sums"):
             if not products.is_rounding:
                 return _dot(rows, chosen, (-1, -2), Arithmetic(products.operand))
-            parts = [_dot(part, chosen, (-1, -2), products) for part in _parts(rows, 2)]
-            return functools.reduce(jnp.add, parts)
+            parts = jnp.concatenate(_parts(rows, 2), axis=-1)  # one product adds them up as well
+            return _dot(parts, jnp.concatenate([chosen, chosen], axis=-2), (-1, -2), products)
 
     def eliminate(columns):
         out = jnp.broadcast_to(jnp.where((inside & 7) == i, 1, 0).astype(columns.dtype), (*columns.shape[:-1], chunk))

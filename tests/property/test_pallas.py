@@ -63,6 +63,21 @@ def test_each_chunk_takes_the_path_of_its_own_decays(steep):
     assert_close(actual, results(Recurrent(), arguments, (d_out, d_state)), problem, arguments)
 
 
+def test_a_reset_hides_large_values():
+    """In a chunk that forgets much, from the rows of the same eight too."""
+    problem = RandomProblem(**WIDE, gates=BY_CHANNEL)
+    arguments, cotangents = problem.arguments(), problem.cotangents("bfloat16", "float32")
+    log_decay, v = np.array(arguments["gates"].log_decay), np.array(arguments["v"])
+    log_decay[:, [11, 44]], log_decay[:, 45:50] = -110, -9
+    v[:, [10, 43]] *= 1000
+    arguments |= {"gates": dataclasses.replace(arguments["gates"], log_decay=log_decay), "v": v}
+    actual = results(PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True), arguments, cotangents)
+    wanted = results(Recurrent(), arguments, cotangents)
+    assert_close(actual, wanted, problem, arguments)
+    after = [np.asarray(x["out"], np.float32)[:, 11:43] for x in (actual, wanted)]
+    np.testing.assert_allclose(*after, atol=0.02 * np.abs(after[1]).max())
+
+
 @pytest.mark.slow
 def test_a_bounded_gate_has_one_path():
     problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays="bounded", log_decay_min=-5.0))
