@@ -743,7 +743,9 @@ def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, arithmetic:
 
 
 def _near_of_channels_fwd(left, k, log_decay, arithmetic):
-    return _near_of_channels(left, k, log_decay, arithmetic), (left, k, log_decay)
+    # Not the inputs themselves: a second derivative in a scan mistakes others for them (jax 0.10.2).
+    kept = jax.tree.map(lambda x: x + jnp.asarray(-0.0, x.dtype), (left, k, log_decay))
+    return _near_of_channels(left, k, log_decay, arithmetic), kept
 
 
 def _near_of_channels_bwd(arithmetic, inputs, d_out):
