@@ -32,6 +32,7 @@ CASES = {
     "SLA-R4, 4 key heads": ("sla", {}),
     "SLA-R4, 4 key heads, approx": ("sla", {"inverse": "approx"}),
     "SLA-R4, 2 key heads": ("sla_2", {}),
+    "SLA-R4, 8 key heads, approx": ("sla_8", {"inverse": "approx"}),
     "SLA-R8, the widest state": ("sla_r8", {}),
 }
 

@@ -50,32 +50,42 @@ class Sizes(eqx.Module):
 
 
 def settle(
-    config: TileConfig, time: int, key_heads: int, owners: int, key_dim: int, width: int, packed: bool, shares: bool
+    config: TileConfig,
+    time: int,
+    key_heads: int,
+    owners: int,
+    key_dim: int,
+    width: int,
+    *,
+    packed: bool,
+    shares: bool,
+    rounds: bool,
 ) -> Sizes:
     """Sizes that divide the problem: owners that hold whole groups, a chunk no longer than the padded sequence.
 
     A matrix unit is filled by independent heads, until their tiles no longer fit in the memory beside it. Where heads
     are few, chunks in a row do the same, as long as they do not pad the sequence by more than an eighth. `shares`: the
-    owners of one key head share its products, so that twice as many need no more memory.
+    owners of one key head share its products, so that twice as many need no more memory. `rounds`: operands are
+    bfloat16; others take twice the memory.
     """
     chunk = config.chunk_size or 128
     while chunk > CHUNK_SIZES[0] and chunk >= 2 * time:
         chunk //= 2
     group = owners // key_heads
-    side_by_side = 2 * _SIDE_BY_SIDE if shares and group > 1 else _SIDE_BY_SIDE
-    wanted = config.owners or max(min(side_by_side, _STATES // (key_dim * width)), 1)
+    most = _SIDE_BY_SIDE if rounds else _SIDE_BY_SIDE // 2
+    wanted = config.owners or max(min(2 * most if shares and group > 1 else most, _STATES // (key_dim * width)), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
     count = -(-time // chunk)
-    fill = min(_SIDE_BY_SIDE, _ROWS // (key_dim + width))
-    most = 1 if packed else config.chunks or max(fill // chosen, 1)
-    chunks = next(n for n in range(min(most, count), 0, -1) if n == config.chunks or -count % n <= count // 8)
+    fill = min(most, _ROWS // (key_dim + width))
+    in_a_row = 1 if packed else config.chunks or max(fill // chosen, 1)
+    chunks = next(n for n in range(min(in_a_row, count), 0, -1) if n == config.chunks or -count % n <= count // 8)
     back = min(chunks, config.chunks or max(fill // 2 // chosen, 1))
     back = next(n for n in range(back, 0, -1) if chunks % n == 0)
     return Sizes(chunk, chosen, chosen // group, chunks, back)
 
 
-_SIDE_BY_SIDE = 16  # owners, or chunks of them; half as many where a backward kernel needs the memory
+_SIDE_BY_SIDE = 16  # owners, or chunks of them; half as many chunks where a backward kernel needs the memory
 _STATES = 2**20  # numbers in the states of a block's owners
 _ROWS = 16 * 768  # numbers in a row of keys and values of all that stands side by side
 LARGEST_STATE = 2**19

@@ -35,7 +35,8 @@ from gated_delta._tile import (
 
 from ._config import Sizes
 
-VMEM_LIMIT_BYTES = 60 * 2**20  # of the 64 MiB of TPU v5p and 7x; v5e and v6e have 128
+VMEM_LIMIT_BYTES = 62 * 2**20  # of the 64 MiB of TPU v5p and 7x; v5e and v6e have 128
+KEPT_BYTES = 28 * 2**20  # of these, what residuals and states may take in the forward kernel
 
 
 class Operands(NamedTuple):
@@ -131,6 +132,16 @@ class Plan(NamedTuple):
     @property
     def for_gradient(self) -> "Plan":
         return self._replace(sizes=self.sizes.for_gradient)
+
+    @property
+    def for_keeping(self) -> "Plan":
+        """Of a forward kernel that keeps residuals: fewer chunks in a row where these, in two buffers, and the states
+        would leave too little memory."""
+        sizes = self.sizes
+        kept = 2 * sizes.chunks * sum(rows * columns for rows, columns in kept_shapes(self))
+        states = (2 + self.has_bank) * self.key_dim * self.width
+        size = kept * jnp.dtype(self.kept_dtype).itemsize + states * self.arithmetic.accumulation.itemsize
+        return self if sizes.owners * size <= KEPT_BYTES else self.for_gradient
 
     @property
     def all_owners(self) -> range:

@@ -254,8 +254,9 @@ class _Launch:
             problem.v.shape[2],
             key_dim,
             width,
-            problem.packing is not None,
-            all(gate is None or gate.shape[3] == 1 for gate in (problem.log_decay, problem.erase)),
+            packed=problem.packing is not None,
+            shares=all(gate is None or gate.shape[3] == 1 for gate in (problem.log_decay, problem.erase)),
+            rounds=problem.operand == jnp.bfloat16,
         )
         self.layout = lay_out(problem, self.sizes.tokens)
         near = promised_near(problem.log_decay_min) if _is_fine(problem) else "safe"
@@ -284,7 +285,8 @@ class _Launch:
 
     def forward(self, operands: Operands, bank, keeps: bool):
         """Outputs, final states, sums that are not finite where an output is not, and the residuals if it `keeps`."""
-        return forward(self.plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
+        plan = self.plan.for_keeping if keeps else self.plan
+        return forward(plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
 
     def lay(self, problem: Problem) -> tuple[Operands, Any]:
         """Operands and initial states in the kernels' layout: padded to whole chunks and whole lanes."""
