@@ -49,7 +49,6 @@ CASES = (
     Case("tpu7x:2x2x2", data=4, model=2, context=2),
     Case("tpu7x:4x4x4", data=32, model=2, context=2),
     Case("tpu7x:4x4x4", data=32, model=2, context=2, options=("--fsdp",)),
-    Case("tpu7x:4x4x4", data=32, model=2, context=2, options=("--fsdp", "--backend", "pallas")),
     Case("v5p:4x4x4", data=16, model=2, context=2, options=("--fsdp",)),
     Case("tpu7x:8x16x16", data=1024, model=2, context=2, options=("--fsdp",)),
 )
@@ -85,7 +84,7 @@ def compile_step(case: Case, mixer: str, layers: Sequence[str] = LAYERS) -> dict
     memory = compiled.memory_analysis()
     return {
         **dataclasses.asdict(case),
-        "mixer": mixer,
+        "mixer": options.mixer,
         "devices": len(devices),
         "parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(plan.shapes[0])),
         "seconds": time.perf_counter() - started,
