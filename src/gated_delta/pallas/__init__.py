@@ -7,6 +7,8 @@ from ._config import TileConfig as TileConfig
 from ._tpu import PallasTPU as PallasTPU
 
 __all__ = [
+    "AttentionTiles",
     "PallasTPU",
+    "PallasTPUAttention",
     "TileConfig",
 ]
