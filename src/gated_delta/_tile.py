@@ -680,7 +680,7 @@ def _mend(scores: list[Array], left: list[Array], k: Array, log_decay: Array, ho
     """
 
     def mended():
-        found = cast(list, _near_of_channels(left, k, log_decay, arithmetic))
+        found = _near_of_channels(left, k, log_decay, arithmetic)
         return [jnp.where(holds, x, y) for x, y in zip(scores, found, strict=True)]
 
     return lax.cond(_anywhere(~holds), mended, lambda: scores)
@@ -717,9 +717,14 @@ def _anywhere_of_mapped(_, mapped, x):
     return _anywhere(x), False
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
     """Scores of pairs within a block of `NEAR` rows for any decays of channels: a product for each kind of `_legs`."""
+    if len(left) == 1 and not arithmetic.is_rounding:  # no erase gate, and so no solve: forward mode works, and stays
+        return _scores_by_legs(left, k, log_decay, arithmetic)
+    return cast(list, _lean_scores_by_legs(left, k, log_decay, arithmetic))
+
+
+def _scores_by_legs(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
     chunk = first(k).shape[-2]
     i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
 
@@ -742,13 +747,19 @@ def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, arithmetic:
     return out
 
 
-def _near_of_channels_fwd(left, k, log_decay, arithmetic):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _lean_scores_by_legs(left, k, log_decay, arithmetic):
+    """The same; its backward pass holds what belongs to one product at a time."""
+    return _scores_by_legs(left, k, log_decay, arithmetic)
+
+
+def _lean_scores_by_legs_fwd(left, k, log_decay, arithmetic):
     # Not the inputs themselves: a second derivative in a scan mistakes others for them (jax 0.10.2).
     kept = jax.tree.map(lambda x: x + jnp.asarray(-0.0, x.dtype), (left, k, log_decay))
-    return _near_of_channels(left, k, log_decay, arithmetic), kept
+    return _lean_scores_by_legs(left, k, log_decay, arithmetic), kept
 
 
-def _near_of_channels_bwd(arithmetic, inputs, d_out):
+def _lean_scores_by_legs_bwd(arithmetic, inputs, d_out):
     # Product by product, so that nothing of one is kept while others are worked on: legs are found again.
     left, k, log_decay = inputs
     number, chunk = len(left), first(k).shape[-2]
@@ -786,7 +797,7 @@ def _near_of_channels_bwd(arithmetic, inputs, d_out):
     return d_left, d_k, d_log_decay
 
 
-_near_of_channels.defvjp(_near_of_channels_fwd, _near_of_channels_bwd)
+_lean_scores_by_legs.defvjp(_lean_scores_by_legs_fwd, _lean_scores_by_legs_bwd)
 
 
 def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, Heads]]:
