@@ -66,7 +66,8 @@ def test_parts_agree_with_dense_matrices_under_every_mask(rules):
     assert_close(pullback(backend, problem), problem.expected(), problem)
 
 
-@pytest.mark.parametrize("jump", [70.0, pytest.param(3000.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("jump", [70.0, 3000.0])
 def test_a_score_far_above_all_before_it_is_right_too(jump):
     """Its block is done again where a weight or a sum would overflow; the other queries keep their bits."""
     problem = RandomAttention(batch=1, time=40, query_heads=1, kv_heads=1, key_dim=4, value_dim=3, seed=4)
