@@ -238,3 +238,34 @@ def of_dtype(problem: RandomAttention, dtype: str) -> RandomAttention:
     """No larger than the budget is for: rounded inputs move peaked weights, and a saturated cap has no slope."""
     most = 1.0 if dtype == "bfloat16" or problem.softcap is not None else 5.0
     return dataclasses.replace(problem, dtype=dtype, size=min(problem.size, most))
+
+
+# ---- laws of every backend -------------------------------------------------------------------------------------------
+
+
+def check_causality(backend, seed, cut):
+    """What comes after token `cut` changes nothing up to it, bit for bit."""
+    problem = RandomAttention(seed=seed)
+    arrays, (d_out, d_lse) = problem.arrays(), problem.cotangents()
+    d_out, d_lse = d_out.copy(), d_lse.copy()
+    d_out[:, cut + 1 :], d_lse[:, cut + 1 :] = 0, 0
+    other = RandomAttention(seed=seed + 1).arrays()
+    changed = {name: np.concatenate([arrays[name][:, : cut + 1], other[name][:, cut + 1 :]], axis=1) for name in arrays}
+    first, second = (results(backend, problem, x, (d_out, d_lse)) for x in (arrays, changed))
+    for name in NAMES:
+        np.testing.assert_array_equal(first[name][:, : cut + 1], second[name][:, : cut + 1], err_msg=name)
+
+
+def check_isolation(backend, seed, value):
+    """Whatever the other documents and the padding hold, bit for bit; and padding has an output and gradients of 0."""
+    problem = RandomAttention(documents=PACKED, window=6, seed=seed)
+    ids, arrays = problem.integers()["segment_ids"], problem.arrays()
+    mine = np.zeros_like(ids, bool)
+    mine[0] = ids[0] == ids[0, -1]
+    loud = {name: np.where(mine[..., None, None], x, np.float32(value)) for name, x in arrays.items()}
+    clean, actual = (results(backend, problem, x, problem.cotangents()) for x in (arrays, loud))
+    for name in NAMES:
+        np.testing.assert_array_equal(actual[name][mine], clean[name][mine], err_msg=name)
+        if name != "log_sum_exp":
+            assert not np.any(actual[name][ids < 0]), name
+    assert (actual["log_sum_exp"][ids < 0] == -np.inf).all()

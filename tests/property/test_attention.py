@@ -22,6 +22,8 @@ from .attention import (
     RandomAttention,
     assert_close,
     attentions,
+    check_causality,
+    check_isolation,
     dense,
     of_dtype,
     pullback,
@@ -149,32 +151,13 @@ def test_the_default_is_exact_where_blocks_are_many():
 @quick_backends
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, 20))
 def test_what_comes_later_changes_nothing_bit_for_bit(backend, seed, cut):
-    problem = RandomAttention(seed=seed)
-    arrays, (d_out, d_lse) = problem.arrays(), problem.cotangents()
-    d_out, d_lse = d_out.copy(), d_lse.copy()
-    d_out[:, cut + 1 :], d_lse[:, cut + 1 :] = 0, 0
-    other = RandomAttention(seed=seed + 1).arrays()
-    changed = {name: np.concatenate([arrays[name][:, : cut + 1], other[name][:, cut + 1 :]], axis=1) for name in arrays}
-    first, second = (results(backend, problem, x, (d_out, d_lse)) for x in (arrays, changed))
-    for name in NAMES:
-        np.testing.assert_array_equal(first[name][:, : cut + 1], second[name][:, : cut + 1], err_msg=name)
+    check_causality(backend, seed, cut)
 
 
 @backends
 @given(seed=st.integers(0, 2**16), value=st.sampled_from([np.nan, np.inf, 1e30]))
 def test_documents_do_not_touch_each_other_and_padding_touches_nothing(backend, seed, value):
-    """Whatever the other documents and the padding hold, bit for bit; and padding has an output and gradients of 0."""
-    problem = RandomAttention(documents=PACKED, window=6, seed=seed)
-    ids, arrays = problem.integers()["segment_ids"], problem.arrays()
-    mine = np.zeros_like(ids, bool)
-    mine[0] = ids[0] == ids[0, -1]
-    loud = {name: np.where(mine[..., None, None], x, np.float32(value)) for name, x in arrays.items()}
-    clean, actual = (results(backend, problem, x, problem.cotangents()) for x in (arrays, loud))
-    for name in NAMES:
-        np.testing.assert_array_equal(actual[name][mine], clean[name][mine], err_msg=name)
-        if name != "log_sum_exp":
-            assert not np.any(actual[name][ids < 0]), name
-    assert (actual["log_sum_exp"][ids < 0] == -np.inf).all()
+    check_isolation(backend, seed, value)
 
 
 @quick_backends

@@ -89,7 +89,8 @@ def test_no_array_holds_a_state_for_every_token(backend, packing, gates):
     [
         (Recurrent(), 1 / 8),
         (Chunked(64, residuals="states"), 1 / 8),
-        # Beside what is kept, six vectors of 64 numbers for each token and its gates: 389 numbers, under 1/10.
+        # Beside what is kept, six vectors of 64 numbers for each token and its gates: 389 numbers, under 1/10 (325 with
+        # the tests' compiler flag of jax 0.10; from 0.11 on there is none).
         (Chunked(residuals="none"), 1 / 10 + 1 / 256),
         # A state for every 32 tokens, 1/32; for each token its two products with it, 1/32, and its part of an inverse.
         (Chunked(), 1 / 10 + 1 / 32 + 1 / 32 + 1 / 128),

@@ -16,7 +16,17 @@ from gated_delta import softmax_attention
 from gated_delta.pallas import AttentionTiles, PallasTPUAttention
 from gated_delta.testing import quick_jit
 
-from .attention import HEADS, NAMES, PACKED, RULES, RandomAttention, assert_close, pullback, results
+from .attention import (
+    HEADS,
+    PACKED,
+    RULES,
+    RandomAttention,
+    assert_close,
+    check_causality,
+    check_isolation,
+    pullback,
+    results,
+)
 
 # Blocks of two tiles of queries, steps of two tiles of keys; and without a lead, one of each.
 KERNEL = PallasTPUAttention(AttentionTiles(queries=16, keys=16, tile=8), interpret=True)
@@ -92,32 +102,14 @@ def test_a_score_far_above_all_before_it_is_right_too(jump):
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**16), cut=st.integers(0, 20))
 def test_what_comes_later_changes_nothing_bit_for_bit(seed, cut):
-    problem = RandomAttention(seed=seed)
-    arrays, (d_out, d_lse) = problem.arrays(), problem.cotangents()
-    d_out, d_lse = d_out.copy(), d_lse.copy()
-    d_out[:, cut + 1 :], d_lse[:, cut + 1 :] = 0, 0
-    other = RandomAttention(seed=seed + 1).arrays()
-    changed = {name: np.concatenate([arrays[name][:, : cut + 1], other[name][:, cut + 1 :]], axis=1) for name in arrays}
-    first, second = (results(KERNEL, problem, x, (d_out, d_lse)) for x in (arrays, changed))
-    for name in NAMES:
-        np.testing.assert_array_equal(first[name][:, : cut + 1], second[name][:, : cut + 1], err_msg=name)
+    check_causality(KERNEL, seed, cut)
 
 
 @pytest.mark.slow
 @settings(max_examples=3)
 @given(seed=st.integers(0, 2**16), value=st.sampled_from([np.nan, np.inf, 1e30]))
 def test_documents_do_not_touch_each_other_and_padding_touches_nothing(seed, value):
-    problem = RandomAttention(documents=PACKED, window=6, seed=seed)
-    ids, arrays = problem.integers()["segment_ids"], problem.arrays()
-    mine = np.zeros_like(ids, bool)
-    mine[0] = ids[0] == ids[0, -1]
-    loud = {name: np.where(mine[..., None, None], x, np.float32(value)) for name, x in arrays.items()}
-    clean, actual = (results(KERNEL, problem, x, problem.cotangents()) for x in (arrays, loud))
-    for name in NAMES:
-        np.testing.assert_array_equal(actual[name][mine], clean[name][mine], err_msg=name)
-        if name != "log_sum_exp":
-            assert not np.any(actual[name][ids < 0]), name
-    assert (actual["log_sum_exp"][ids < 0] == -np.inf).all()
+    check_isolation(KERNEL, seed, value)
 
 
 @pytest.mark.slow
