@@ -14,9 +14,9 @@ and $\Gamma_{ij} = \exp\sum_{j < m \le i} \mathrm{log\_decay}_m$ (a vector over 
     O    = (q * Gamma_i,start) H + F D
     H'   = Gamma_end,start * H + (k * Gamma_end,i)^T D
 
-Every exponent is a sum of its own tokens and at most 0, but for three short cuts with bfloat16 operands that say their
-error.
-Nothing is ever divided by a decay, so no gate is too strong, and a row never sees a gate that comes after it.
+Every exponent is a sum of its own tokens and at most 0, but for short cuts that say their error: three with bfloat16
+operands, and where `near` is "mended". A decay is divided by only where it is bounded, so no gate is too strong, and a
+row never sees a gate that comes after it.
 """
 
 import dataclasses
