@@ -611,7 +611,7 @@ def test_arguments_that_do_not_fit_are_refused():
             call(*arguments, **options)
     with pytest.raises(TypeError, match=r"`step` needs a state: begin with `mixer.init_state\(\)`"):
         mixer.step(x[0, 0], None)
-    with pytest.raises(ValueError, match=r"`x` must be \[model\] or \[batch, model\] with model = 8"):
+    with pytest.raises(ValueError, match=r"`x` must be one token, \[model\] or \[batch, model\], with model = 8"):
         mixer.step(x, state)
 
 

@@ -14,6 +14,7 @@ from ._backend import AbstractBackend
 from ._layer import GatedDeltaMixer, MixerState
 from ._linear import Linear
 from ._norm import RMSNorm
+from ._options import check_batch, instead_of_a_state, one_token_only
 from ._pooled import pooled_token
 from ._slots import is_slot
 from ._types import a_type, as_float_array, no_type_check
@@ -244,13 +245,9 @@ class HybridStack(eqx.Module):
         """
         del key
         x = as_float_array("x", x)
+        self._check_x(x, (2, 3), "[time, model] or [batch, time, model]")
         lead = x.ndim - 2
-        if lead not in (0, 1) or x.shape[-1] != self.config.model:
-            raise ValueError(
-                f"`x` must be [time, model] or [batch, time, model] with model = {self.config.model}, but its shape is "
-                f"{x.shape}."
-            )
-        self._check_state(state)
+        self._check_state(state, x.shape[:-2])
         x = _without_padding(x, mask, segment_ids)
         arrays, static = eqx.partition(self.blocks, eqx.is_array)
 
@@ -280,9 +277,10 @@ class HybridStack(eqx.Module):
         the state donated it is updated in place.
         """
         x = as_float_array("x", x)
+        self._check_x(x, (1, 2), "one token, [model] or [batch, model],")
         if state is None:
             raise TypeError("`step` needs a state: begin with `stack.init_state()`, or with what a call returned.")
-        self._check_state(state)
+        self._check_state(state, x.shape[:-1], one_token_only(x, "stack"))
         if x.ndim == 1:
             out, state = self.step(x[None], jax.tree.map(lambda a: a[None], state))
             return out[0], jax.tree.map(lambda a: a[0], state)
@@ -309,12 +307,14 @@ class HybridStack(eqx.Module):
         (x, states), _ = self._repeated(one_repeat, (x, states), (arrays, jnp.arange(repeats, dtype=jnp.int32)))
         return x, jax.tree.map(lambda a: a.reshape(count, repeats, *a.shape[1:]), states)
 
+    @no_type_check
     def init_state(self, batch: int | None = None, *, capacity: int | None = None, dtype: Any = None) -> HybridState:
         """The state before the first token: for one sequence, or for `batch` sequences.
 
         `capacity` is for how many tokens of a document attention has room, as in `SoftmaxAttention.init_state`; gated
         delta states do not grow. `dtype` as in the mixers' `init_state`.
         """
+        check_batch(batch)
         lead = 0 if batch is None else 1
         states = tuple(
             block.mixer.init_state(batch, capacity=capacity, dtype=dtype)
@@ -335,14 +335,33 @@ class HybridStack(eqx.Module):
         carry, ys = body(carry, jax.tree.map(lambda a: a[0], xs))
         return carry, jax.tree.map(lambda a: a[None], ys)
 
-    def _check_state(self, state):
+    def _check_x(self, x, ndims, layout):
+        if x.ndim not in ndims or x.shape[-1] != self.config.model:
+            raise ValueError(f"`x` must be {layout} with model = {self.config.model}, but its shape is {x.shape}.")
+
+    def _check_state(self, state, lead=None, more: str = ""):
+        """`lead`: the leading axes of `x`, which those of the states have to be; `None`: they are not checked."""
         if state is None:
             return
-        if not isinstance(state, tuple) or len(state) != len(self.blocks):
+        kinds = tuple(MixerState if letter == "d" else KVCache for letter in self.config.pattern)
+        fits = isinstance(state, tuple) and len(state) == len(kinds)
+        if not fits or not all(isinstance(part, kind) for part, kind in zip(state, kinds, strict=True)):
+            names = ", ".join(f"`{kind.__name__}`" for kind in kinds)
             raise TypeError(
-                f"`state` must be a tuple of the states of {len(self.blocks)} mixers, as `stack.init_state` makes it, "
-                f"but {a_type(state)} came."
+                f"`state` must be a tuple of the states of {len(kinds)} mixers ({names}), as `stack.init_state` makes "
+                f"it, but {a_type(state)} came.{instead_of_a_state(state, 'stack')}"
             )
+        if lead is None:
+            return
+        lead = (*lead, self.config.repeats)
+        for index, part in enumerate(state):
+            came = part.recurrent.shape[:-3] if isinstance(part, MixerState) else part.count.shape
+            if came != lead:
+                raise ValueError(
+                    f"`state[{index}]` must have the leading axes {lead} for this call, those of `x` and the repeats "
+                    f"of the pattern, but they are {came}. {more}`stack.init_state(batch)` makes a state for a batch, "
+                    "`stack.init_state()` one for a single sequence."
+                )
 
 
 def _without_padding(x, mask, segment_ids):

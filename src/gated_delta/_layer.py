@@ -18,7 +18,7 @@ from ._gates import Gates
 from ._linear import Linear, spoiled_rows
 from ._norm import RMSNorm
 from ._op import _check_inverse, gated_delta, gated_delta_raw
-from ._options import check_precision
+from ._options import check_batch, check_precision, instead_of_a_state, one_token_only
 from ._raw_gates import RawGates
 from ._rows import Rows, make_rows
 from ._step import gated_delta_raw_step, gated_delta_step
@@ -188,12 +188,12 @@ class GatedDeltaMixer(eqx.Module):
         `PallasTPU`. For states in the slots of a pool there is `gated_delta.serving.pooled_step`.
         """
         x = as_float_array("x", x)
-        self._check_x(x, (1, 2), "[model] or [batch, model]")
+        self._check_x(x, (1, 2), "one token, [model] or [batch, model],")
         if is_sharded_explicitly((self, x, state)):
             return self._with_automatic_axes(GatedDeltaMixer.step, (self, x, state), explicit_spec(x)[:-1])
         if state is None:
             raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
-        self._check_state(state, x.shape[:-1])
+        self._check_state(state, x.shape[:-1], one_token_only(x, "mixer"))
         single = x.ndim == 1
         if single:
             x, state = x[None], jax.tree.map(lambda a: a[None], state)
@@ -202,12 +202,14 @@ class GatedDeltaMixer(eqx.Module):
         state = MixerState(windows[0], windows[1], windows[2], recurrent)
         return (out[0], jax.tree.map(lambda a: a[0], state)) if single else (out, state)
 
+    @no_type_check
     def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:
         """The state before the first token, all zeros: for one sequence, or for `batch` sequences (or documents).
 
         `dtype` is that of the convolutions' windows, by default that of the weights: give the dtype of `x` where it
         differs. `recurrent` is float32, or float64 if `dtype` is.
         """
+        check_batch(batch)
         lead = () if batch is None else (batch,)
         dtype = self.q_proj.weight.dtype if dtype is None else jnp.dtype(dtype)
         shapes = self._state_shapes(lead)
@@ -414,11 +416,13 @@ class GatedDeltaMixer(eqx.Module):
         ]
         return *windows, (*lead, c.value_heads, c.key_dim, c.value_dim)
 
-    def _check_state(self, state, lead):
+    def _check_state(self, state, lead, more: str = ""):
         if state is None:
             return
         if not isinstance(state, MixerState):
-            raise TypeError(f"`state` must be a `MixerState`, but {a_type(state)} came.")
+            raise TypeError(
+                f"`state` must be a `MixerState`, but {a_type(state)} came.{instead_of_a_state(state, 'mixer')}"
+            )
         names = ("q_window", "k_window", "v_window", "recurrent")
         for name, shape in zip(names, self._state_shapes(lead), strict=True):
             came = getattr(state, name)
@@ -427,7 +431,7 @@ class GatedDeltaMixer(eqx.Module):
                 layout = "Its axes are [..., value_heads, key_dim, value_dim], key axis first. "
                 raise ValueError(
                     f"`state.{name}` must have the shape {shape} for this call, but it is {came}. "
-                    f"{layout if name == 'recurrent' else ''}"
+                    f"{layout if name == 'recurrent' else ''}{more}"
                     "`mixer.init_state(batch)` makes a state for a batch or for the documents of `cu_seqlens`, "
                     "`mixer.init_state()` one for a single sequence."
                 )

@@ -1,5 +1,6 @@
-"""Options that both operators have, checked."""
+"""Arguments that several operators or layers have, checked."""
 
+import operator
 from typing import Any
 
 import jax
@@ -39,3 +40,48 @@ def check_scale(scale: Any, key_dim: int) -> float | jax.Array:
     if scale.ndim != 0 or not jnp.issubdtype(scale.dtype, jnp.floating):
         raise ValueError(f"`scale` must be one float number, but it is {scale.dtype}{list(scale.shape)}.")
     return jnp.asarray(scale)
+
+
+def check_batch(batch: Any):
+    """`batch` of an `init_state`: a size, or `None`.
+
+    **Raises:** `TypeError` and `ValueError` for anything else.
+    """
+    if batch is None:
+        return
+    rule = "`init_state` needs `batch` to be a Python int of at least 0, or None for a single sequence"
+    to_do = "For `x` [batch, time, model] give `x.shape[0]`."
+    try:
+        size = None if isinstance(batch, bool) else operator.index(batch)
+    except TypeError:
+        from jax.export import is_symbolic_dim
+
+        if is_symbolic_dim(batch):
+            return
+        size = None
+    if size is None:
+        shape = f" of shape {batch.shape}" if isinstance(batch, (jax.Array, np.ndarray)) else ""
+        raise TypeError(f"{rule}, but {a_type(batch)}{shape} came. {to_do}")
+    if size < 0:
+        raise ValueError(f"{rule}, but it is {size}. {to_do}")
+
+
+def instead_of_a_state(came: Any, name: str) -> str:
+    """What to do where `came` was given as the state of `name`, a layer: a sentence behind a blank."""
+    if isinstance(came, (jax.Array, np.ndarray)):
+        for kind, keyword in ((jnp.bool_, "mask"), (jnp.integer, "segment_ids"), (jax.dtypes.prng_key, "key")):
+            if jnp.issubdtype(came.dtype, kind):
+                return f" `{keyword}` is a keyword: `{name}(x, {keyword}=...)`."
+    if isinstance(came, tuple) and len(came) == 2 and isinstance(came[0], jax.Array):
+        return f" A call returns `(out, state)`: pass the second of the two, as in `out, state = {name}(x)`."
+    return f" `{name}.init_state()` makes the first one, and every call returns the next."
+
+
+def one_token_only(x: Any, name: str) -> str:
+    """What to add where a state does not fit `x` in `step`: a sentence and a blank, if it may be that of a sequence."""
+    if x.ndim != 2:
+        return ""
+    return (
+        f"`step` takes one token, `x` [model] or [batch, model], so that {x.shape} is one token of {x.shape[0]} "
+        f"sequences; a sequence goes to `{name}(x, state)`. "
+    )

@@ -1,6 +1,7 @@
 """Every error a user can cause says what is needed, what came and what to do, with run-time type checks and without."""
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
@@ -11,7 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gated_delta import Chunked, Gates, Recurrent, explain, gated_delta, gated_delta_raw_step, gated_delta_step
+from gated_delta import (
+    GDN,
+    AttentionConfig,
+    Chunked,
+    Gates,
+    HybridConfig,
+    HybridStack,
+    MixerConfig,
+    Recurrent,
+    SoftmaxAttention,
+    Variant,
+    explain,
+    gated_delta,
+    gated_delta_raw_step,
+    gated_delta_step,
+)
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 4, 3
 
@@ -67,6 +83,30 @@ def in_float64():
 
 
 STEP = {"q": zeros(B, H, K), "k": zeros(B, H, K), "v": zeros(B, HV, V), "gates": Gates()}
+
+MODEL = 8
+DELTA = MixerConfig(Variant(), model=MODEL, key_heads=1, value_heads=2, key_dim=4, value_dim=4)
+ATTENTION = AttentionConfig(MODEL, query_heads=2, window=4)
+LAYERS = {
+    "mixer": lambda key: GDN(MODEL, key_heads=1, key=key),
+    "attention": lambda key: SoftmaxAttention(ATTENTION, key=key),
+    "stack": lambda key: HybridStack(
+        HybridConfig("dA", hidden=4, repeats=3, delta=DELTA, attention=ATTENTION), key=key
+    ),
+}
+
+
+@functools.cache
+def shape_of(name):
+    return eqx.filter_eval_shape(LAYERS[name], jax.random.key(0))
+
+
+def layer(name, run):
+    """`run` of a layer whose parameters are shapes only: no error is about their values."""
+    return lambda: eqx.filter_eval_shape(run, shape_of(name))
+
+
+X, TOKENS = zeros(B, T, MODEL), zeros(B, MODEL)
 
 ERRORS = {
     # arrays
@@ -408,6 +448,95 @@ ERRORS = {
         ValueError,
         r"multiple of key_heads, but v has 3 and k has 2",
     ),
+    # states of layers
+    "batch of an array": (
+        layer("mixer", lambda m: m.init_state(X)),
+        TypeError,
+        r"`init_state` needs `batch` to be a Python int of at least 0, or None .* NumPy array of shape \(2, 5, 8\)"
+        r".* give `x.shape\[0\]`",
+    ),
+    "batch of a tracer": (
+        lambda: jax.eval_shape(shape_of("mixer").init_state, np.int32(3)),
+        TypeError,
+        r"`init_state` needs `batch` .*, but a JAX array of shape \(\) came",
+    ),
+    "batch of a tuple": (
+        layer("stack", lambda m: m.init_state((3,))),
+        TypeError,
+        r"`init_state` needs .* a tuple came",
+    ),
+    "batch of a float": (layer("attention", lambda m: m.init_state(2.0)), TypeError, r"`init_state` .* a float came"),
+    "batch of a bool": (layer("mixer", lambda m: m.init_state(True)), TypeError, r"`init_state` .* a bool came"),
+    "batch below 0": (layer("stack", lambda m: m.init_state(-1)), ValueError, r"`init_state` needs .*, but it is -1"),
+    "mask by position": (
+        layer("mixer", lambda m: m(X, np.ones((B, T), bool))),
+        TypeError,
+        r"`state` must be a `MixerState`, but a NumPy array came. `mask` is a keyword: `mixer\(x, mask=...\)`",
+    ),
+    "ids by position": (
+        layer("attention", lambda m: m(X, jnp.zeros((B, T), int))),
+        TypeError,
+        r"`state` must be a `KVCache`, but a JAX array came. `segment_ids` is a keyword: `mixer\(x, segment_ids=",
+    ),
+    "key by position": (
+        layer("stack", lambda m: m(X, jax.random.key(0))),
+        TypeError,
+        r"`state` must be a tuple of the states of 2 mixers \(`MixerState`, `KVCache`\), as `stack.init_state` makes "
+        r"it, but a JAX array came. `key` is a keyword: `stack\(x, key=...\)`",
+    ),
+    "both results of a mixer": (
+        layer("mixer", lambda m: m(X, m(X))),
+        TypeError,
+        r"`MixerState`, but a tuple came. A call returns `\(out, state\)`: pass the second of the two, as in `out",
+    ),
+    "both results of attention": (
+        layer("attention", lambda m: m.step(TOKENS, m(X))),
+        TypeError,
+        r"`KVCache`, but a tuple came. A call returns `\(out, state\)`: pass the second of the two",
+    ),
+    "both results of a stack": (
+        layer("stack", lambda m: m(X, m(X))),
+        TypeError,
+        r"`state` must be a tuple of the states .* but a tuple came. A call returns `\(out, state\)`: pass the second",
+    ),
+    "state of a word": (
+        layer("mixer", lambda m: m.step(TOKENS, "fresh")),
+        TypeError,
+        r"but a str came. `mixer.init_state\(\)` makes the first one, and every call returns the next",
+    ),
+    "step of a sequence": (
+        layer("mixer", lambda m: m.step(X[0], m.init_state())),
+        ValueError,
+        r"`state.q_window` must have the shape \(5, 3, 8\) for this call, but it is \(3, 8\). `step` takes one token, "
+        r"`x` \[model\] or \[batch, model\], so that \(5, 8\) is one token of 5 sequences; a sequence goes to `mixer",
+    ),
+    "step of a sequence by attention": (
+        layer("attention", lambda m: m.step(X[0], m.init_state())),
+        ValueError,
+        r"leading axes \(5,\) for this call, .*. `step` takes one token, .*; a sequence goes to `mixer\(x, state\)",
+    ),
+    "step of a sequence by a stack": (
+        layer("stack", lambda m: m.step(X[0], m.init_state())),
+        ValueError,
+        r"`state\[0\]` must have the leading axes \(5, 3\) for this call, .* but they are \(3,\). `step` takes one "
+        r"token, .*; a sequence goes to `stack\(x, state\)`. `stack.init_state\(batch\)` makes",
+    ),
+    "step of a batch of sequences": (
+        layer("mixer", lambda m: m.step(X, m.init_state(B))),
+        ValueError,
+        r"`x` must be one token, \[model\] or \[batch, model\], with model = 8, but its shape is \(2, 5, 8\)",
+    ),
+    "step of a batch of sequences by a stack": (
+        layer("stack", lambda m: m.step(X, m.init_state(B))),
+        ValueError,
+        r"`x` must be one token, \[model\] or \[batch, model\], with model = 8, but its shape is \(2, 5, 8\)",
+    ),
+    "state of one sequence for a batch": (
+        layer("stack", lambda m: m(X, m.init_state())),
+        ValueError,
+        r"`state\[0\]` must have the leading axes \(2, 3\) for this call, those of `x` and the repeats of the pattern, "
+        r"but they are \(3,\). `stack.init_state\(batch\)` makes",
+    ),
 }
 
 
@@ -434,6 +563,13 @@ def test_errors_read_the_same_without_run_time_type_checks():
     program = f"import json, runpy; print(json.dumps(runpy.run_path({__file__!r})['said']()))"
     plain = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(plain.stdout.splitlines()[-1]) == said()
+
+
+def test_a_state_of_as_many_rows_as_an_exported_program_will_have():
+    (rows,) = jax.export.symbolic_shape("rows")
+    for name in LAYERS:
+        states = eqx.filter_eval_shape(lambda m: m.init_state(rows), shape_of(name))
+        assert all(a.shape[0] == rows for a in jax.tree.leaves(states)), name
 
 
 @pytest.mark.smoke

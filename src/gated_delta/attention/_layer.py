@@ -12,7 +12,7 @@ from gated_delta._activations import raise_dtype
 from gated_delta._gate_modules import OutputGate
 from gated_delta._linear import Linear
 from gated_delta._norm import RMSNorm
-from gated_delta._options import check_precision
+from gated_delta._options import check_batch, check_precision, instead_of_a_state, one_token_only
 from gated_delta._rows import Rows, make_rows
 from gated_delta._slots import check_distinct, check_fresh, check_slots
 from gated_delta._types import a_type, as_float_array, no_type_check
@@ -135,10 +135,10 @@ class SoftmaxAttention(eqx.Module):
         `extend`, and `gated_delta.serving.pooled_step`.
         """
         x = as_float_array("x", x)
-        self._check_x(x, (1, 2), "[model] or [batch, model]")
+        self._check_x(x, (1, 2), "one token, [model] or [batch, model],")
         if state is None:
             raise TypeError("`step` needs a state: begin with `mixer.init_state()`, or with what a call returned.")
-        self._check_state(state, x.shape[:-1])
+        self._check_state(state, x.shape[:-1], one_token_only(x, "mixer"))
         single = x.ndim == 1
         if single:
             x, state = _add_axis(x), _add_axis(state)
@@ -179,12 +179,14 @@ class SoftmaxAttention(eqx.Module):
         lengths, fresh = check_lengths(lengths, rows, time), check_fresh(fresh, rows)
         return self._mix(x, cache, slots, fresh, Tokens.of_lengths(lengths, time))
 
+    @no_type_check
     def init_state(self, batch: int | None = None, *, capacity: int | None = None, dtype: Any = None) -> KVCache:
         """The state before the first token: for one sequence, or for `batch` sequences.
 
         `capacity` is for how many tokens of a document it has room; that of the config if `None`. `dtype` is by default
         that of the weights: give the dtype of `x` where it differs.
         """
+        check_batch(batch)
         c = self.config
         capacity = capacity or c.capacity or c.window
         if capacity is None:
@@ -274,11 +276,13 @@ class SoftmaxAttention(eqx.Module):
         if x.ndim not in ndims or x.shape[-1] != self.config.model:
             raise ValueError(f"`x` must be {layout} with model = {self.config.model}, but its shape is {x.shape}.")
 
-    def _check_state(self, state, lead):
+    def _check_state(self, state, lead, more: str = ""):
         if state is None:
             return
         if not isinstance(state, KVCache):
-            raise TypeError(f"`state` must be a `KVCache`, but {a_type(state)} came. Slots and pages are for `extend`.")
+            pages = isinstance(state, PagedKVCache)
+            to_do = " Slots and pages are for `extend`." if pages else instead_of_a_state(state, "mixer")
+            raise TypeError(f"`state` must be a `KVCache`, but {a_type(state)} came.{to_do}")
         _, kv_heads, key_dim, value_dim = self.config.sizes
         came = state.keys.shape
         wanted = (*lead, came[-3] if len(came) > 2 else 1, kv_heads)
@@ -287,8 +291,8 @@ class SoftmaxAttention(eqx.Module):
             raise ValueError(
                 f"`state` must have keys [..., capacity, {kv_heads}, {key_dim}] and values [..., capacity, {kv_heads}, "
                 f"{value_dim}] behind the leading axes {lead} for this call, but they are {came} and "
-                f"{state.values.shape}. `mixer.init_state(batch)` makes a state for a batch, `mixer.init_state()` one "
-                "for a single sequence."
+                f"{state.values.shape}. {more}`mixer.init_state(batch)` makes a state for a batch, "
+                "`mixer.init_state()` one for a single sequence."
             )
         check_room(state, self.config.window)
 

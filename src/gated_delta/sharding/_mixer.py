@@ -127,6 +127,7 @@ class LocalMixer(eqx.Module):
         """`GatedDeltaMixer.step`: the same on every device of the `context` axis."""
         return self.mixer.step(self._enter(x), state)
 
+    @no_type_check
     def init_state(self, batch: int | None = None, *, dtype: Any = None) -> MixerState:
         """`GatedDeltaMixer.init_state` of this device's heads."""
         return self.mixer.init_state(batch, dtype=dtype)
