@@ -102,7 +102,7 @@ class Recurrent(AbstractStepper):
     def step(self, problem: Problem, state: Any, slots: Any, fresh: Any) -> StepResult:
         token = _by_value_head(problem)
         large = math.prod(state.shape[1:]) * token.v.shape[0] * token.v.dtype.itemsize > _CACHE_BYTES
-        cpu = _step_row_by_row if large else _step_at_once
+        cpu = _step_by_heads if large else _step_at_once
         out, new = jax.lax.platform_dependent(token, state, slots, fresh, cpu=cpu, default=_step_at_once)
         return out * jnp.asarray(problem.scale, out.dtype), new
 
@@ -168,6 +168,9 @@ def delta_step_at_once(
 _CACHE_BYTES = 2**25
 """States of more bytes do not stay in a CPU's caches between their two ways through it."""
 
+_BLOCK_BYTES = 2**18
+"""States of so many do, in those of one core."""
+
 
 def _step_at_once(token: Token, state, slots, fresh) -> StepResult:
     if slots is None:
@@ -181,20 +184,27 @@ def _step_at_once(token: Token, state, slots, fresh) -> StepResult:
     return jnp.where(real[:, None, None], out, 0), put(state, new, slots)
 
 
-def _step_row_by_row(token: Token, state, slots, fresh) -> StepResult:
-    """The same, each row's state in place: so it is in the cache when it is gone through again."""
+def _step_by_heads(token: Token, state, slots, fresh) -> StepResult:
+    """The same, a few heads of a row at a time, in place: so they are in the cache when they are gone through again."""
+    batch, heads, width = token.v.shape
+    key_dim = state.shape[2]
+    at_once = max(1, _BLOCK_BYTES // (key_dim * width * token.v.dtype.itemsize))
+    at_once = max(n for n in range(1, heads + 1) if heads % n == 0 and n <= at_once)
+    token = eqx.tree_at(lambda t: (t.q, t.k), token, replace_fn=lambda x: spread_heads(x, heads, axis=1))
 
-    def one_row(row, carry):
+    def one_block(block, carry):
         out, states = carry
+        row, head = block // (heads // at_once), block % (heads // at_once) * at_once
         place = row if slots is None else jnp.where(is_slot(slots[row], state.shape[0]), slots[row], 0)
-        old = jax.lax.dynamic_slice_in_dim(states, place, 1)
-        own = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1), (token, slots, fresh))
-        slot = None if slots is None else jnp.where(is_slot(own[1], state.shape[0]), 0, -1)
-        new_out, new = _step_at_once(own[0], old, slot, own[2])
-        states = jax.lax.dynamic_update_slice_in_dim(states, new, place, 0)
-        return jax.lax.dynamic_update_slice_in_dim(out, new_out, row, 0), states
+        old = jax.lax.dynamic_slice(states, (place, head, 0, 0), (1, at_once, key_dim, width))
+        own = jax.tree.map(lambda x: jax.lax.dynamic_slice(x, (row, head, 0), (1, at_once, x.shape[2])), token)
+        real, begins = (None if x is None else jax.lax.dynamic_slice_in_dim(x, row, 1) for x in (slots, fresh))
+        slot = None if real is None else jnp.where(is_slot(real, state.shape[0]), 0, -1)
+        new_out, new = _step_at_once(own, old, slot, begins)
+        states = jax.lax.dynamic_update_slice(states, new, (place, head, 0, 0))
+        return jax.lax.dynamic_update_slice(out, new_out, (row, head, 0)), states
 
-    return jax.lax.fori_loop(0, token.v.shape[0], one_row, (jnp.zeros_like(token.v), state))
+    return jax.lax.fori_loop(0, batch * heads // at_once, one_block, (jnp.zeros_like(token.v), state))
 
 
 def _by_value_head(problem: Problem) -> Token:
