@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._activations import decay_by_head
+from ._options import class_to_call
 from ._packing import Packing
 from ._raw_gates import Prologue, past
-from ._types import a_type, accumulation_dtype, spread_heads
+from ._types import accumulation_dtype, spread_heads
 
 
 class Problem(eqx.Module):
@@ -160,7 +161,8 @@ def check_named(named: Any):
     """
     if named is not None and not isinstance(named, AbstractBackend):
         raise TypeError(
-            f"`backend` must be a backend such as `gated_delta.Chunked()`, or None, but {a_type(named)} came."
+            "`backend` must be a backend such as `gated_delta.Chunked()`, or None, but "
+            f"{class_to_call(named, AbstractBackend)}."
         )
 
 

@@ -58,13 +58,17 @@ def _why_not_step(backend: AbstractBackend, problem: Problem, state: Any) -> str
     return "it has no form for single tokens; Recurrent and PallasTPU have"
 
 
+@no_type_check
 def explain_problem(problem: Problem, named: AbstractBackend | None) -> Explanation:
+    check_named(named)
     reasons = {str(backend): backend.why_not(problem) for backend in _tried(named)}
     return _explanation(choose(problem, named), reasons, problem)
 
 
+@no_type_check
 def explain_step(problem: Problem, state: Any, named: AbstractBackend | None) -> Explanation:
     """The same of one token of every row, from `state`."""
+    check_named(named)
     reasons = {str(backend): _why_not_step(backend, problem, state) for backend in _tried(named)}
     return _explanation(choose_stepper(problem, state, named), reasons, problem)
 

@@ -14,11 +14,20 @@ from ._backend import AbstractBackend
 from ._layer import GatedDeltaMixer, MixerState
 from ._linear import Linear
 from ._norm import RMSNorm
-from ._options import check_batch, instead_of_a_state, one_token_only
+from ._options import check_batch, check_key, instead_of_a_state, one_token_only
 from ._pooled import pooled_token
 from ._slots import is_slot
 from ._types import a_type, as_float_array, no_type_check
-from ._variant import Initialisation, MixerConfig, check_entries, check_size, check_word, make_floats
+from ._variant import (
+    Initialisation,
+    MixerConfig,
+    check_entries,
+    check_size,
+    check_word,
+    instead_of_a_config,
+    make_floats,
+    read_record,
+)
 from .attention import AbstractAttentionBackend, AttentionConfig, KVCache, SoftmaxAttention
 
 
@@ -70,7 +79,8 @@ class HybridConfig:
                     f"the letter {letter}, and only with it."
                 )
             if config is not None and not isinstance(config, kind):
-                raise TypeError(f"`{name}` must be a `{kind.__name__}`, but {a_type(config)} came.")
+                to_do = instead_of_a_config(config)
+                raise TypeError(f"`{name}` must be a `{kind.__name__}`, but {a_type(config)} came.{to_do}")
         if self.delta is not None and self.attention is not None and self.delta.model != self.attention.model:
             raise ValueError(
                 f"All mixers of a stack have one `model`, but `delta` has {self.delta.model} and `attention` "
@@ -94,15 +104,13 @@ class HybridConfig:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
+    @no_type_check
     def from_json(cls, text: str) -> "HybridConfig":
         """The config that `to_json` wrote.
 
-        **Raises:** `ValueError` that names the entries which are unknown or missing.
+        **Raises:** `ValueError` for what is no JSON, and one that names the entries which are unknown or missing.
         """
-        record: Any = json.loads(text)
-        if not isinstance(record, dict):
-            raise ValueError("`HybridConfig.from_json` needs a JSON object, as `to_json` writes it.")
-        record = check_entries(cls, record)
+        record = check_entries(cls, read_record(cls, text))
         for name, kind in (("delta", MixerConfig), ("attention", AttentionConfig)):
             if record.get(name) is not None:
                 record = {**record, name: kind.from_json(json.dumps(record[name]))}
@@ -208,7 +216,12 @@ class HybridStack(eqx.Module):
         """`backend` is that of the gated delta mixers, `attention_backend` that of softmax attention; `None`: the first
         that can run."""
         if not isinstance(config, HybridConfig):
-            raise TypeError(f"`HybridStack` needs a `HybridConfig`, but {a_type(config)} came.")
+            pattern = repr(config) if isinstance(config, str) else "'dddA'"
+            raise TypeError(
+                f"`HybridStack` needs a `HybridConfig`, but {a_type(config)} came. Give "
+                f"`HybridConfig({pattern}, hidden=..., delta=MixerConfig(...), attention=AttentionConfig(...))`."
+            )
+        check_key(key)
         self.config = config
         options: dict[str, Any] = dict(backend=backend, attention_backend=attention_backend)
         keys = jax.random.split(key, (len(config.pattern), config.repeats))

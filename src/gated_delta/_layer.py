@@ -18,12 +18,12 @@ from ._gates import Gates
 from ._linear import Linear, spoiled_rows
 from ._norm import RMSNorm
 from ._op import _check_inverse, gated_delta, gated_delta_raw
-from ._options import check_batch, check_precision, instead_of_a_state, one_token_only
+from ._options import check_batch, check_key, check_precision, instead_of_a_state, one_token_only
 from ._raw_gates import RawGates
 from ._rows import Rows, make_rows
 from ._step import gated_delta_raw_step, gated_delta_step
 from ._types import a_type, accumulation_dtype, as_float_array, operand_dtype
-from ._variant import MixerConfig, no_type_check
+from ._variant import MixerConfig, instead_of_a_config, no_type_check
 
 
 class MixerState(eqx.Module):
@@ -83,8 +83,10 @@ class GatedDeltaMixer(eqx.Module):
     @no_type_check
     def __init__(self, config: MixerConfig, *, backend: AbstractBackend | None = None, key: PRNGKeyArray):
         if not isinstance(config, MixerConfig):
-            raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but {a_type(config)} came.")
+            to_do = instead_of_a_config(config) or " `GDN(model, key=key)` and its like build the published members."
+            raise TypeError(f"`GatedDeltaMixer` needs a `MixerConfig`, but {a_type(config)} came.{to_do}")
         check_named(backend)
+        check_key(key)
         _check_operator_options(config)
         keys = jax.random.split(key, 11)
         c, init = config, config.init

@@ -85,3 +85,26 @@ def one_token_only(x: Any, name: str) -> str:
         f"`step` takes one token, `x` [model] or [batch, model], so that {x.shape} is one token of {x.shape[0]} "
         f"sequences; a sequence goes to `{name}(x, state)`. "
     )
+
+
+def check_key(key: Any):
+    """`key` of a layer's constructor: one random key, of the new kind or the old.
+
+    **Raises:** `TypeError` and `ValueError` for anything else.
+    """
+    rule = "`key` must be one random key, such as `jax.random.key(0)`"
+    if not isinstance(key, (jax.Array, np.ndarray)):
+        raise TypeError(f"{rule}, but {a_type(key)} came.")
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    if not is_typed and key.dtype != jnp.uint32:
+        raise TypeError(f"{rule}, but an array of {key.dtype} came.")
+    if key.ndim != (0 if is_typed else 1):
+        raise ValueError(f"{rule}, but keys of shape {key.shape} came. For one layer of each use `eqx.filter_vmap`.")
+
+
+def class_to_call(named: Any, kind: type) -> str:
+    """What came as `backend`, for messages; and what to do where it is the class, a `kind`."""
+    if not isinstance(named, type):
+        return f"{a_type(named)} came"
+    to_do = f": call it, `{named.__name__}()`" if issubclass(named, kind) else ""
+    return f"the class `{named.__name__}` came{to_do}"

@@ -9,7 +9,7 @@ from jaxtyping import PyTree
 
 from ._gate_modules import AbstractDecay
 from ._norm import RMSNorm
-from ._types import accumulation_dtype
+from ._types import a_type, accumulation_dtype
 
 Model = TypeVar("Model")
 _GATE_PARAMETERS = ("A_log", "dt_bias")
@@ -41,7 +41,13 @@ def cast_params(model: Model, dtype: Any) -> Model:
     (float64, if `dtype` is.) Rounded to bfloat16, `A_log` would move a rate by up to 0.8 %, and an optimiser's small
     steps would no longer change it. Other people's modules in `model` are cast as a whole.
     """
-    dtype = jnp.dtype(dtype)
+    try:
+        dtype = jnp.dtype(dtype)
+    except TypeError as error:
+        came = repr(dtype) if isinstance(dtype, str) else a_type(dtype)
+        raise TypeError(
+            f"`cast_params` needs a floating-point dtype, such as `jnp.bfloat16` or 'bfloat16', but {came} came."
+        ) from error
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"`cast_params` needs a floating-point dtype, but it is {dtype}.")
 

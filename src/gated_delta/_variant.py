@@ -131,7 +131,10 @@ class MixerConfig:
     def __post_init__(self):
         make_floats(self, "norm_eps")
         if not isinstance(self.variant, Variant):
-            raise TypeError(f"`MixerConfig(variant=...)` must be a `Variant`, but {a_type(self.variant)} came.")
+            raise TypeError(
+                f"`MixerConfig(variant=...)` must be a `Variant`, but {a_type(self.variant)} came. Those of the "
+                "published members are `gdn`, `kda`, `gdn2`, `sla`, `delta_net` and `gla` of `gated_delta.variants`."
+            )
         for name in ("model", "key_heads", "value_heads", "key_dim", "value_dim"):
             check_size(name, getattr(self, name))
         for name in ("conv_width", "decay_rank", "output_gate_rank"):
@@ -178,18 +181,47 @@ class MixerConfig:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
+    @no_type_check
     def from_json(cls, text: str) -> "MixerConfig":
         """The config that `to_json` wrote.
 
-        **Raises:** `ValueError` that names the entries which are unknown or missing.
+        **Raises:** `ValueError` for what is no JSON, and one that names the entries which are unknown or missing.
         """
-        record = json.loads(text)
-        if not isinstance(record, dict) or not isinstance(record.get("variant"), dict):
+        record = read_record(cls, text, " with an object `variant`")
+        if not isinstance(record.get("variant"), dict):
             raise ValueError(
                 "`MixerConfig.from_json` needs a JSON object with an object `variant`, as `to_json` writes it."
             )
         variant = Variant(**check_entries(Variant, record["variant"]))
         return cls(**{**check_entries(cls, record), "variant": variant})
+
+
+def instead_of_a_config(came: Any) -> str:
+    """What to do where a `Variant` was given for a `MixerConfig`: a sentence behind a blank, or nothing."""
+    if not isinstance(came, Variant):
+        return ""
+    return " Wrap it: `MixerConfig(variant, model=..., key_heads=..., value_heads=..., key_dim=..., value_dim=...)`."
+
+
+def read_record(cls, text: Any, having: str = "") -> dict[str, Any]:
+    """The JSON object that is written in `text`.
+
+    **Raises:** `TypeError` and `ValueError` for anything else.
+    """
+    name, rule = cls.__name__, f"`{cls.__name__}.from_json` needs a JSON object{having}, as `to_json` writes it"
+    if not isinstance(text, (str, bytes, bytearray)):
+        raise TypeError(f"{rule}, but {a_type(text)} came. For a file give `{name}.from_json(path.read_text())`.")
+    try:
+        record = json.loads(text)
+    except ValueError as error:
+        start = repr(text if len(text) < 40 else text[:40])
+        raise ValueError(
+            f"{rule}, but what came is no JSON ({error}). It begins with {start}; for a file give its text, "
+            f"`{name}.from_json(path.read_text())`."
+        ) from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{rule}, but {a_type(record)} came.")
+    return record
 
 
 def check_entries(cls, record: dict[str, Any]) -> dict[str, Any]:

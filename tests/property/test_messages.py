@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import json
+import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,6 +18,7 @@ from gated_delta import (
     GDN,
     AttentionConfig,
     Chunked,
+    GatedDeltaMixer,
     Gates,
     HybridConfig,
     HybridStack,
@@ -23,11 +26,14 @@ from gated_delta import (
     Recurrent,
     SoftmaxAttention,
     Variant,
+    cast_params,
     explain,
     gated_delta,
     gated_delta_raw_step,
     gated_delta_step,
+    variants,
 )
+from gated_delta.attention import BlockedAttention
 
 B, T, H, HV, K, V = 2, 5, 2, 4, 4, 3
 
@@ -537,6 +543,96 @@ ERRORS = {
         r"`state\[0\]` must have the leading axes \(2, 3\) for this call, those of `x` and the repeats of the pattern, "
         r"but they are \(3,\). `stack.init_state\(batch\)` makes",
     ),
+    # what layers are made of
+    "backend class": (
+        call(backend=Chunked),
+        TypeError,
+        r"such as `gated_delta.Chunked\(\)`, or None, but the class `Chunked` came: call it, `Chunked\(\)`",
+    ),
+    "backend class explained": (
+        call(explain, backend=Recurrent),
+        TypeError,
+        r"class `Recurrent` came: call it, `Recur",
+    ),
+    "backend class of a layer": (
+        lambda: GDN(MODEL, backend=Recurrent, key=jax.random.key(0)),
+        TypeError,
+        r"but the class `Recurrent` came: call it, `Recurrent\(\)`",
+    ),
+    "backend class of attention": (
+        lambda: SoftmaxAttention(ATTENTION, backend=BlockedAttention, key=jax.random.key(0)),
+        TypeError,
+        r"`backend` must be an attention backend .*, but the class `BlockedAttention` came: call it, `BlockedAtten",
+    ),
+    "backend class of another kind": (
+        lambda: SoftmaxAttention(ATTENTION, backend=Chunked, key=jax.random.key(0)),
+        TypeError,
+        r"`backend` must be an attention backend .*, but the class `Chunked` came.$",
+    ),
+    "constructor for a variant": (
+        lambda: MixerConfig(GDN, model=8, key_heads=1, value_heads=1, key_dim=8, value_dim=8),
+        TypeError,
+        r"must be a `Variant`, but a function came. Those of the published members are `gdn`, `kda`, `gdn2`, `sla`, "
+        r"`delta_net` and `gla` of `gated_delta.variants`",
+    ),
+    "variant for a config": (
+        lambda: GatedDeltaMixer(Variant(), key=jax.random.key(0)),
+        TypeError,
+        r"needs a `MixerConfig`, but a Variant came. Wrap it: `MixerConfig\(variant, model=...",
+    ),
+    "variant for a stack's config": (
+        lambda: HybridConfig("d", hidden=4, delta=Variant()),
+        TypeError,
+        r"`delta` must be a `MixerConfig`, but a Variant came. Wrap it: `MixerConfig\(variant, model=...",
+    ),
+    "word for a config": (
+        lambda: GatedDeltaMixer("gdn", key=jax.random.key(0)),
+        TypeError,
+        r"needs a `MixerConfig`, but a str came. `GDN\(model, key=key\)` and its like build the published members",
+    ),
+    "pattern for a config": (
+        lambda: HybridStack("ddA", key=jax.random.key(0)),
+        TypeError,
+        r"`HybridStack` needs a `HybridConfig`, but a str came. Give `HybridConfig\('ddA', hidden=..., delta=Mixer",
+    ),
+    "size for a config": (
+        lambda: SoftmaxAttention(8, key=jax.random.key(0)),
+        TypeError,
+        r"needs an `AttentionConfig`, but an int came. Give `AttentionConfig\(model, query_heads=...\)`",
+    ),
+    "key of an integer": (
+        lambda: GDN(MODEL, key=0),
+        TypeError,
+        r"`key` must be one random key, such as `jax.random.key\(0\)`, but an int came",
+    ),
+    "key of floats": (
+        lambda: HybridStack(HybridConfig("A", hidden=4, attention=ATTENTION), key=zeros(2)),
+        TypeError,
+        r"`key` must be one random key, .*, but an array of float32 came",
+    ),
+    "several keys": (
+        lambda: SoftmaxAttention(ATTENTION, key=jax.random.split(jax.random.key(0), 3)),
+        ValueError,
+        r"`key` must be one random key, .*, but keys of shape \(3,\) came. For one layer of each use `eqx.filter_vmap`",
+    ),
+    "dtype word": (
+        lambda: cast_params({}, "bf16"),
+        TypeError,
+        r"`cast_params` needs a floating-point dtype, such as `jnp.bfloat16` or 'bfloat16', but 'bf16' came",
+    ),
+    "no JSON": (
+        lambda: MixerConfig.from_json("model"),
+        ValueError,
+        r"`MixerConfig.from_json` needs a JSON object with an object `variant`, as `to_json` writes it, but what came "
+        r"is no JSON \(Expecting value.*It begins with 'model'; for a file give its text",
+    ),
+    "no JSON of a stack": (lambda: HybridConfig.from_json(""), ValueError, r"needs a JSON object, .* came is no JSON"),
+    "JSON of a path": (
+        lambda: AttentionConfig.from_json(pathlib.PurePosixPath("config.json")),
+        TypeError,
+        r"`AttentionConfig.from_json` needs a JSON object, .*, but a PurePosixPath came. For a file give `Attention",
+    ),
+    "JSON of a list": (lambda: MixerConfig.from_json("[]"), ValueError, r"as `to_json` writes it, but a list came"),
 }
 
 
@@ -563,6 +659,19 @@ def test_errors_read_the_same_without_run_time_type_checks():
     program = f"import json, runpy; print(json.dumps(runpy.run_path({__file__!r})['said']()))"
     plain = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300)
     assert json.loads(plain.stdout.splitlines()[-1]) == said()
+
+
+def test_the_records_that_a_message_names_exist():
+    with pytest.raises(TypeError) as caught:
+        ERRORS["constructor for a variant"][0]()
+    names = re.findall(r"`(\w+)`", str(caught.value).partition("Those")[2])
+    assert names and all(isinstance(getattr(variants, name), Variant) for name in names)
+
+
+def test_keys_of_the_old_kind_are_keys():
+    for key in (jax.random.PRNGKey(0), np.asarray(jax.random.PRNGKey(0))):
+        for make in LAYERS.values():
+            assert jax.tree.leaves(jax.eval_shape(lambda make=make, key=key: eqx.filter(make(key), eqx.is_array)))
 
 
 def test_a_state_of_as_many_rows_as_an_exported_program_will_have():

@@ -8,7 +8,8 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from gated_delta._types import a_type, accumulation_dtype
+from gated_delta._options import class_to_call
+from gated_delta._types import accumulation_dtype
 
 
 class AttentionProblem(eqx.Module):
@@ -146,5 +147,5 @@ def check_named(named: Any):
     if named is not None and not isinstance(named, AbstractAttentionBackend):
         raise TypeError(
             "`backend` must be an attention backend such as `gated_delta.attention.BlockedAttention()`, or None, but "
-            f"{a_type(named)} came."
+            f"{class_to_call(named, AbstractAttentionBackend)}."
         )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from gated_delta._activations import Activation
 from gated_delta._options import check_precision
@@ -13,6 +13,7 @@ from gated_delta._variant import (
     check_size,
     check_word,
     make_floats,
+    read_record,
 )
 
 HeadNorm: TypeAlias = Literal["none", "head", "all"]
@@ -124,12 +125,10 @@ class AttentionConfig:
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
+    @no_type_check
     def from_json(cls, text: str) -> "AttentionConfig":
         """The config that `to_json` wrote.
 
-        **Raises:** `ValueError` that names the entries which are unknown or missing.
+        **Raises:** `ValueError` for what is no JSON, and one that names the entries which are unknown or missing.
         """
-        record: Any = json.loads(text)
-        if not isinstance(record, dict):
-            raise ValueError("`AttentionConfig.from_json` needs a JSON object, as `to_json` writes it.")
-        return cls(**check_entries(cls, record))
+        return cls(**check_entries(cls, read_record(cls, text)))

@@ -12,7 +12,7 @@ from gated_delta._activations import raise_dtype
 from gated_delta._gate_modules import OutputGate
 from gated_delta._linear import Linear
 from gated_delta._norm import RMSNorm
-from gated_delta._options import check_batch, check_precision, instead_of_a_state, one_token_only
+from gated_delta._options import check_batch, check_key, check_precision, instead_of_a_state, one_token_only
 from gated_delta._rows import Rows, make_rows
 from gated_delta._slots import check_distinct, check_fresh, check_slots
 from gated_delta._types import a_type, as_float_array, no_type_check
@@ -57,8 +57,12 @@ class SoftmaxAttention(eqx.Module):
     @no_type_check
     def __init__(self, config: AttentionConfig, *, backend: AbstractAttentionBackend | None = None, key: PRNGKeyArray):
         if not isinstance(config, AttentionConfig):
-            raise TypeError(f"`SoftmaxAttention` needs an `AttentionConfig`, but {a_type(config)} came.")
+            raise TypeError(
+                f"`SoftmaxAttention` needs an `AttentionConfig`, but {a_type(config)} came. Give "
+                "`AttentionConfig(model, query_heads=...)`."
+            )
         check_named(backend)
+        check_key(key)
         query_heads, kv_heads, key_dim, value_dim = config.sizes
         keys = jax.random.split(key, 5)
         model, init = config.model, config.init
