@@ -526,32 +526,37 @@ def _check_values(gates: Gates, log_decay, erase, checked):
             _check_concrete_range(name, np.asarray(gate), below, above)
         elif checked:
             bad = gate > above if below is None else (gate > above) | (gate < below)
-            out[key] = eqx.error_if(
-                gate, bad, _range_message(name, low, high) + ", but the values of this call do not."
-            )
+            rule = _range_message(name, low, high)
+            out[key] = eqx.error_if(gate, bad, f"{rule}, but not all values of this call are.")
     return out["log_decay"], out["erase"]
 
 
 def _range_message(name, low, high) -> str:
-    words = f"at most {high:g}" if low is None else f"in [{low:g}, {high:g}]"
-    promise = {"log_decay": " (`log_decay_min`; natural logarithm, so 0 keeps everything)"}.get(
-        name, " (`erase_max` promises the upper end)"
-    )
-    return f"`gates.{name}` must be {words}{promise}"
+    if name != "log_decay":
+        return f"`gates.{name}` must be in [{low:g}, {high:g}] (`erase_max` promises the upper end)"
+    if low is not None:
+        return f"`gates.log_decay` must be in [{low:g}, 0] (`log_decay_min` promises the lower end)"
+    return "`gates.log_decay` must be at most 0 (the natural logarithm of what is kept, so that 0 keeps everything)"
 
 
 def _check_concrete_range(name, gate, low, high):
     gate = gate.astype(np.float64) if gate.dtype.itemsize < 8 else gate
+    is_decay = name == "log_decay"
     for bad, extreme, word in (
         (gate > high, np.nanargmax, "largest"),
         (gate < low if low is not None else np.zeros(gate.shape, bool), np.nanargmin, "smallest"),
     ):
-        if bad.any():
-            index = np.unravel_index(extreme(gate), gate.shape)
-            raise ValueError(
-                f"{_range_message(name, low, high)}, but its {word} value is {gate[index]:g}, at index "
-                f"{tuple(int(i) for i in index)}."
-            )
+        if not bad.any():
+            continue
+        index = np.unravel_index(extreme(gate), gate.shape)
+        # No word of a promise that is kept. The decay itself, exp(log_decay), lies in 0 to 1.
+        rule = _range_message(name, None if is_decay and word == "largest" else low, high)
+        is_kept = is_decay and bool(np.all((gate >= 0) & (gate <= 1)))
+        to_do = " Did you pass what is kept, exp(log_decay), which lies in 0 to 1? Then use `jnp.log` of it."
+        raise ValueError(
+            f"{rule}, but its {word} value is {gate[index]:g}, at index {tuple(int(i) for i in index)}."
+            f"{to_do if is_kept else ''}"
+        )
 
 
 def _state_axes(cu_seqlens, num_segments) -> str:

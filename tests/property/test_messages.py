@@ -231,7 +231,19 @@ ERRORS = {
     "log_decay below its promise": (
         call(gates=with_value("log_decay", (0, 4, 1, 2), -7, log_decay_min=-5)),
         ValueError,
-        r"`gates.log_decay` must be in \[-5, 0\] \(`log_decay_min`; .* smallest value is -7, at index \(0, 4, 1, 2\)",
+        r"`gates.log_decay` must be in \[-5, 0\] \(`log_decay_min` promises the lower end\), but its smallest value is "
+        r"-7, at index \(0, 4, 1, 2\).$",
+    ),
+    "log_decay above 0, its promise kept": (
+        call(gates=with_value("log_decay", (0, 4, 1, 2), 7, log_decay_min=-5)),
+        ValueError,
+        r"must be at most 0 \(the natural logarithm of what is kept, so that 0 keeps everything\), but its largest "
+        r"value is 7, at index \(0, 4, 1, 2\).$",
+    ),
+    "decay for its logarithm": (
+        call(gates=dataclasses.replace(gates(), log_decay=jnp.full((B, T, HV, K), 0.9))),
+        ValueError,
+        r"largest value is 0.9, at index .* Did you pass what is kept, exp\(log_decay\), .*\? Then use `jnp.log` of it",
     ),
     "erase above 1": (
         call(gates=with_value("erase", (0, 1, 2), 1.5)),
@@ -679,6 +691,28 @@ def test_a_state_of_as_many_rows_as_an_exported_program_will_have():
     for name in LAYERS:
         states = eqx.filter_eval_shape(lambda m: m.init_state(rows), shape_of(name))
         assert all(a.shape[0] == rows for a in jax.tree.leaves(states)), name
+
+
+def test_values_that_only_a_run_can_see_are_refused_in_a_sentence():
+    """By `checked`. JAX shows more lines around it."""
+
+    @eqx.filter_jit
+    def run(gates):
+        return call(gates=gates, checked=True, backend=Recurrent())()
+
+    for made, words in (
+        (
+            with_value("log_decay", (0, 4, 1, 2), 7),
+            r"must be at most 0 \(the natural logarithm of what is kept, so .*\)",
+        ),
+        (
+            with_value("log_decay", (0, 4, 1, 2), 7, log_decay_min=-5),
+            r"must be in \[-5, 0\] \(`log_decay_min` .* end\)",
+        ),
+        (with_value("erase", (0, 1, 2), 1.5), r"must be in \[0, 1\] \(`erase_max` promises the upper end\)"),
+    ):
+        with pytest.raises(RuntimeError, match=words + r", but not all values of this call are\."):
+            run(made)
 
 
 @pytest.mark.smoke
