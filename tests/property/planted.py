@@ -509,6 +509,33 @@ def state_before_its_decay(self, sums):
     return np.ones_like(np.swapaxes(sums[:, :, -1:], 2, 3))
 
 
+def head_decays_of_key_heads_in_turn(self, given, gates, heads, key_dim, value_dim):
+    decay, owners = given["log_decay"], given["k"].shape[2]
+    if decay is not None and decay.shape[2:] == (owners, 1):
+        given = {**given, "log_decay": np.tile(decay, (1, 1, heads // owners, 1))}
+    return Plain.widen(self, given, gates, heads, key_dim, value_dim)
+
+
+def keys_wrong_beyond_sixteen_channels(self, given, gates, heads, key_dim, value_dim):
+    wide = Plain.widen(self, given, gates, heads, key_dim, value_dim)
+    return {**wide, "k": 1.1 * wide["k"]} if key_dim > 16 else wide
+
+
+def beta_from(wide, start, factor):
+    late = (np.arange(wide["v"].shape[1]) >= start)[:, None, None]
+    return {**wide, **{name: np.where(late, factor, 1) * wide[name] for name in ("erase", "write")}}
+
+
+def beta_halved_from_token_131(self, given, gates, heads, key_dim, value_dim):
+    return beta_from(Plain.widen(self, given, gates, heads, key_dim, value_dim), 131, 0.5)
+
+
+def no_beta_in_a_short_last_launch_of_256(self, given, gates, heads, key_dim, value_dim):
+    wide = Plain.widen(self, given, gates, heads, key_dim, value_dim)
+    time = wide["v"].shape[1]
+    return beta_from(wide, time // 256 * 256, 0) if time > 256 and time % 256 else wide
+
+
 OWN = {
     "erase and write swapped": Bug("shapes", {"widen": erase_and_write_swapped}),
     "scores without the token itself": Bug("recurrence", {"until": without_the_token_itself}),
@@ -547,6 +574,10 @@ OWN = {
     "absent documents lose their state": Bug("resume_documents", {"finish": absent_documents_lose_their_state}),
     "another chunk size is solved to first order": Bug("chunk_size", {"inverse": in_small_chunks}, "C12"),
     "a step does not decay its state": Bug("step", {"across": state_before_its_decay}),
+    "decays of key heads in turn": Bug("recurrence", {"widen": head_decays_of_key_heads_in_turn}),
+    "keys wrong beyond 16 channels": Bug("recurrence", {"widen": keys_wrong_beyond_sixteen_channels}),
+    "beta halved from token 131 on": Bug("recurrence", {"widen": beta_halved_from_token_131}),
+    "no beta in a short last launch of 256": Bug("recurrence", {"widen": no_beta_in_a_short_last_launch_of_256}),
 }
 
 

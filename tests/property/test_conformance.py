@@ -227,7 +227,8 @@ def test_a_numpy_function_has_no_gradients_and_is_told_so():
 )
 def test_only_what_is_offered_is_asked(offered):
     layouts = offered.layouts()
-    assert 4 <= len(layouts) <= 20 and all(offered.why_not(layout) is None for layout in layouts)
+    assert 4 <= len(layouts) <= 21 and all(offered.why_not(layout) is None for layout in layouts)
+    assert 4 <= len(offered.first()) <= 12 and all(offered.why_not(layout) is None for layout in offered.first())
     assert any(layout.documents is not None for layout in layouts) == bool(offered.packing)
     subject = plain(lambda **arrays: None, capabilities=offered)
     for law in LAWS.values():

@@ -13,7 +13,7 @@ from gated_delta._types import DecayGranularity, EraseGranularity, Owner, WriteG
 from gated_delta._variant import Variant
 
 from ._random import DECAY_FAMILIES, Packing, RandomGates, RandomProblem, Readable
-from ._strategies import LAYOUTS, PACKED_LAYOUTS
+from ._strategies import FIRST_LAYOUTS, LAYOUTS, PACKED_LAYOUTS
 
 _GIVEN = (
     *("q", "k", "v", "log_decay", "erase", "write"),
@@ -160,9 +160,7 @@ class Capabilities(Readable):
         words = ("decay", "erase", "tied") + (() if gates.tied else ("write",))
         if not all(getattr(gates, name) in getattr(self, name) for name in words):
             return False
-        owned = gates.decay != "none" or gates.erase != "none"
-        writes = gates.write != "one" and not gates.tied
-        return (not owned or gates.owner in self.owner) and (not writes or gates.write_owner in self.write_owner)
+        return all(getattr(gates, name) in getattr(self, name) for name, owned in _owned(gates).items() if owned)
 
     def why_not(self, problem: RandomProblem) -> str | None:
         """Why this problem is not asked for, or `None`."""
@@ -183,7 +181,7 @@ class Capabilities(Readable):
         return next((f"{what} is not offered" for what, offered in checks.items() if not offered), None)
 
     def gates(self) -> tuple[RandomGates, ...]:
-        """One of every kind of gates it takes, those of the named members of the family first."""
+        """One of every kind of gates it takes, those of the named members first, and then theirs of other owners."""
         found = [gates for gates in MEMBERS.values() if self.takes(gates)]
         if not found:
             words = itertools.product(self.decay, self.erase, self.write, self.owner, self.tied)
@@ -192,7 +190,36 @@ class Capabilities(Readable):
                     continue
                 gates = RandomGates(decay, 2, erase, "one" if tied else write, owner, self.write_owner[0], tied)
                 found += [gates] if self.takes(gates) else []
+        swapped = {"key": "value", "value": "key"}
+        for name in ("owner", "write_owner"):
+            others = [dataclasses.replace(gates, **{name: swapped[getattr(gates, name)]}) for gates in found]
+            found += [gates for gates in others if self.takes(gates) and _owned(gates)[name]]
         return tuple(dict.fromkeys(found))
+
+    def first(self) -> tuple[RandomProblem, ...]:
+        """What is asked before anything is drawn: every granularity with every owner, groups of heads, large sizes.
+
+        Gates matter to the last token: they forget little, erase some and write some.
+        """
+        families = self.decays(("mild", "tiny", "zero"))
+        kinds = sorted(self.gates(), key=lambda gates: (gates.erase == "none", gates.decay == "none"))
+        seen: set[tuple[str, ...]] = set()
+        chosen = []
+        for gates in kinds:
+            words = [("decay", gates.decay, gates.owner), ("erase", gates.erase, gates.owner)]
+            words += [("write", gates.write, gates.write_owner)]
+            new = {word for word in words if word[1] not in ("none", "one")} - seen
+            if new or not chosen:
+                seen |= new
+                chosen.append(gates)
+        problems = []
+        for layout, gates in itertools.zip_longest(FIRST_LAYOUTS, chosen):
+            layout, gates = layout or FIRST_LAYOUTS[0], gates or chosen[len(problems) % len(chosen)]
+            if families:
+                problems.append(
+                    self.fit(dataclasses.replace(layout, gates=dataclasses.replace(gates, log_decays=families[0])))
+                )
+        return tuple(problem for problem in problems if problem is not None and self.why_not(problem) is None)
 
     def layouts(self) -> tuple[RandomProblem, ...]:
         """The pool of problems to draw from: few, as each shape compiles. Packed ones come last."""
@@ -202,6 +229,11 @@ class Capabilities(Readable):
         if sum(layout.documents is None for layout in pool) < 5:
             lent = [self.fit(dataclasses.replace(LAYOUTS[i], gates=next(kinds))) for i in _SIZES]
             pool += [layout for layout in lent if layout is not None]
+        for owner in self.owner if self.grouped else ():  # groups of heads need gates of every owner
+            if not any(layout.documents is None and is_grouped(layout, owner) for layout in pool):
+                kind = next((gates for gates in self.gates() if gates.owner == owner and _owned(gates)["owner"]), None)
+                lent = kind and self.fit(dataclasses.replace(LAYOUTS[-1], gates=kind))
+                pool += [lent] if lent else []
         for hard in filter(self._is_hard, PACKED_LAYOUTS):  # every way of packing needs one
             found = any(self._is_hard(layout) and layout.packing == hard.packing for layout in pool)
             lent = None if found else self.fit(dataclasses.replace(hard, gates=next(kinds)))
@@ -247,6 +279,20 @@ class Capabilities(Readable):
             group=layout.group if self.grouped else 1,
             state=layout.state and self.state,
         )
+
+
+def is_grouped(layout: RandomProblem, owner: Owner) -> bool:
+    """Whether several value heads share each of several key heads, and gates have this owner."""
+    gates = layout.gates
+    return layout.group > 1 and layout.key_heads > 1 and gates.owner == owner and _owned(gates)["owner"]
+
+
+def _owned(gates: RandomGates) -> dict[str, bool]:
+    """Whether there is a gate that has the owner."""
+    return {
+        "owner": gates.decay != "none" or gates.erase != "none",
+        "write_owner": gates.write != "one" and not gates.tied,
+    }
 
 
 def _parameters(function: Callable) -> set[str]:

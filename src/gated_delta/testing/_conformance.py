@@ -22,7 +22,7 @@ from ._random import RandomGates, RandomProblem
 from ._report import Outcome, Report
 from ._smaller import size, smaller
 from ._subjects import variant_subject
-from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Law, found_gates
+from .laws import ALWAYS, LAWS, LAYER_LAWS, STEP_LAWS, Cases, Law, found_gates
 
 _PATIENCE = 60.0
 """Seconds after which a law that is still being asked says so."""
@@ -231,10 +231,42 @@ class _Asking:
         if isinstance(cases, str):
             self.refused = cases
             return
+        if self.progress is not None:
+            self.progress(self.law.name, 0.0)
+        said = f"gated-delta: {self.subject.name} is asked for `{self.law.name}` for more than {_PATIENCE:.0f} s."
+        slow = threading.Timer(_PATIENCE, lambda: print(said, file=sys.stderr, flush=True))
+        slow.daemon = True
+        slow.start()
+        try:
+            self._ask_first()
+            if self.examples < self.total if self.failing is None else shrink:
+                self._ask_drawn(cases, seed, shrink)
+            if self.failing is not None and shrink:
+                self._try_other_shapes()
+        finally:
+            slow.cancel()
+            self.taken = time.monotonic() - self.begin
+
+    def _ask_first(self):
+        """The first cases of the law, until one fails or time is up: some of them are asked whatever the time."""
+        for index, case in enumerate(self.law.first(self.subject)[: self.total]):
+            if index >= ALWAYS and time.monotonic() > self.end:
+                return
+            try:
+                self._ask(case)
+            except UnsatisfiedAssumption:
+                continue
+            except Exception:
+                if self.failing is None:
+                    raise
+                return
+
+    def _ask_drawn(self, cases: Cases, seed: int, shrink: bool):
+        """Cases that Hypothesis draws, which after a failure are for one that is smaller and fails alike."""
         # A new shape compiles for seconds and a problem that an implementation declines is drawn again: health checks
         # would call the first too slow and the second a filter that is too strict.
         settings = hypothesis.settings(
-            max_examples=self.total,
+            max_examples=self.total - self.examples if self.failing is None else self.total,
             deadline=None,
             derandomize=False,  # which a CI machine's own profile would turn on: the seed decides
             database=None,
@@ -243,12 +275,6 @@ class _Asking:
             report_multiple_bugs=False,
             suppress_health_check=(HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large),
         )
-        if self.progress is not None:
-            self.progress(self.law.name, 0.0)
-        said = f"gated-delta: {self.subject.name} is asked for `{self.law.name}` for more than {_PATIENCE:.0f} s."
-        slow = threading.Timer(_PATIENCE, lambda: print(said, file=sys.stderr, flush=True))
-        slow.daemon = True
-        slow.start()
         try:
             hypothesis.seed(seed)(settings(hypothesis.given(cases)(self._example)))()
         except (Unsatisfiable, UnsatisfiedAssumption):
@@ -258,11 +284,6 @@ class _Asking:
         except Exception:
             if self.failing is None:
                 raise
-            if shrink:
-                self._try_other_shapes()
-        finally:
-            slow.cancel()
-            self.taken = time.monotonic() - self.begin
 
     def outcome(self, interrupted: bool = False) -> Outcome:
         """What came of it; `interrupted` if it was not asked to the end."""
@@ -287,22 +308,29 @@ class _Asking:
             too_late = now > self.failed_at + self.shrinking / 2 and repr(case) not in self.failed
         if too_late or self._is_copy(case):
             hypothesis.reject()
+        hypothesis.target(self._ask(case))
+
+    def _ask(self, case: dict[str, Any]) -> float:
+        """The error of one case.
+
+        **Raises:** `UnsatisfiedAssumption` if it is declined, and what the law raises if it fails.
+        """
         if isinstance(case.get("problem"), RandomProblem):
             reason = self.subject.refusal(case["problem"])
             if reason is not None:
                 self.refused = reason
-                hypothesis.reject()
+                raise UnsatisfiedAssumption
         try:
             error = self._check(case)
         except NotImplementedError as unoffered:
             self.refused = str(unoffered)
-            hypothesis.reject()
+            raise UnsatisfiedAssumption from unoffered
         if self.failing is None:
             self.examples += 1
             self.worst = max(self.worst, error)
             if self.progress is not None:
                 self.progress(self.law.name, min(1.0, self.examples / self.total))
-        hypothesis.target(error)
+        return error
 
     def _is_copy(self, case: dict[str, Any]) -> bool:
         """Whether it is a copy, by its seed, of a case that came before, in the half that is not steered by errors.
@@ -325,8 +353,8 @@ class _Asking:
         except Exception as failure:
             if self.failing is None:
                 self.failed_at, self.least = time.monotonic(), min(_budgets(failure) / 2, _PLAINLY_WRONG)
-            elif _budgets(failure) < self.least:
-                hypothesis.reject()
+            elif _budgets(failure) < self.least or _kind(failure) != self.kind:
+                raise UnsatisfiedAssumption from failure  # another failure
             self.failed.add(repr(case))
             if self.failing is None or size(case) < size(self.failing):
                 self._keep(case, failure)

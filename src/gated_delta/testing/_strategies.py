@@ -51,6 +51,7 @@ LAYOUTS: tuple[RandomProblem, ...] = (
     _with(_GROUPED, time=40, batch=2, gates=_with(_KDA, owner="key")),
     RandomProblem(time=130, key_dim=4, value_dim=4, gates=_with(_KDA, log_decay_min=-5.0), state=True),
     _with(_GROUPED, gates=_with(_GDN2, write="head", write_owner="key", owner="value")),
+    _with(_GROUPED, time=17, gates=_with(_GDN, owner="key")),
 )
 """Sizes, granularities, owners, ties, promises and states that problems are drawn from: few, as each must compile."""
 
@@ -63,6 +64,15 @@ PACKED_LAYOUTS: tuple[RandomProblem, ...] = (
     RandomProblem(time=40, key_dim=6, value_dim=3, gates=RandomGates("tile", write="head"), documents=((),)),
 )
 """The same for packed documents, whose lengths are drawn: `slots`, and the number of offsets, are part of a shape."""
+
+FIRST_LAYOUTS: tuple[RandomProblem, ...] = (
+    _with(_GROUPED, time=33),
+    RandomProblem(time=20, key_heads=2, group=2, key_dim=128, value_dim=64, state=True),
+    RandomProblem(time=300, key_heads=2, group=2, key_dim=8, value_dim=4, state=True),
+    RandomProblem(time=20, key_heads=2, group=2, key_dim=64, value_dim=128, state=True),
+)
+"""Sizes that are asked first, whatever is drawn, with the gates that an implementation takes: heads in groups; the
+dimensions of real heads; more tokens than any chunk, and no multiple of one."""
 
 
 def keys(*, families: Sequence[str] = KEY_FAMILIES) -> st.SearchStrategy[RandomKeys]:

@@ -23,7 +23,9 @@ from ._isolation import no_leak_between_rows as no_leak_between_rows
 from ._isolation import packing as packing
 from ._isolation import padding as padding
 from ._isolation import unwritten_memory as unwritten_memory
+from ._law import ALWAYS as ALWAYS
 from ._law import LAWS as LAWS
+from ._law import Cases as Cases
 from ._law import Law as Law
 from ._layers import LAYER_LAWS as LAYER_LAWS
 from ._layers import Layer as Layer

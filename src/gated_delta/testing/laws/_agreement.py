@@ -13,6 +13,7 @@ from ._law import (
     backward,
     cases,
     cotangents_of,
+    first_problems,
     forward,
     gate_names,
     law,
@@ -30,16 +31,17 @@ _EXTREMES = tuple(family for family in DECAY_FAMILIES if family not in ("zero", 
     "Outputs and final states are those of the recurrence, token by token in float64.",
     r"S_t = \bar S_t + k_t (w_t \odot v_t - \bar S_t^\top (e_t \odot k_t))^\top, \quad "
     r"\bar S_t = e^{g_t} \odot S_{t-1}, \quad o_t = c\, S_t^\top q_t",
-    only_problems(),
+    only_problems(first=True),
+    first=first_problems,
 )
 def recurrence(subject, problem):
     return agree(forward(run(subject, problem)), forward(wanted(subject, problem)), problem)
 
 
-def _with_gradients(subject, **options):
+def _with_gradients(subject):
     if not subject.capabilities.gradients:
         return "gradients are not offered"
-    return cases(problem=some_problems(subject, **options))
+    return cases(problem=some_problems(subject, first=True))
 
 
 @law(
@@ -47,6 +49,7 @@ def _with_gradients(subject, **options):
     r"\bar x = \Big(\frac{\partial (o, S_T)}{\partial x}\Big)^{\!\top} (\bar o, \bar S_T), \quad "
     r"x \in \{q, k, v, g, e, w, S_0\}",
     _with_gradients,
+    first=first_problems,
 )
 def gradients(subject, problem):
     return agree(backward(run(subject, problem)), backward(wanted(subject, problem)), problem)

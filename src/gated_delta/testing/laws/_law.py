@@ -28,6 +28,7 @@ class Law:
     - `cases`: for an implementation, a strategy of keyword arguments of `check`, or why nothing can be asked.
     - `check`: `check(implementation, **case)` gives the worst error in budgets (0 where bits must be equal), or raises
         `AssertionError` that says what is wrong.
+    - `first`: the cases that are asked before any that is drawn; of them the `ALWAYS` first whatever the time.
     """
 
     name: str
@@ -35,17 +36,29 @@ class Law:
     formula: str
     cases: Callable[[Any], Cases | str]
     check: Callable[..., float]
+    first: Callable[[Any], list[dict[str, Any]]] = lambda subject: []
 
 
 LAWS: dict[str, Law] = {}
 """Every law by its name, in the order in which they are asked."""
 
 
-def law(claim: str, formula: str, cases: Callable[[Any], Cases | str], *, registry: dict[str, Law] = LAWS):
+ALWAYS = 3
+"""Of the first cases of a law so many are asked whatever the time: groups of heads, real dimensions, many tokens."""
+
+
+def law(
+    claim: str,
+    formula: str,
+    cases: Callable[[Any], Cases | str],
+    *,
+    first: Callable[[Any], list[dict[str, Any]]] = lambda subject: [],
+    registry: dict[str, Law] = LAWS,
+):
     """Make the decorated check a law that is called as the function is."""
 
     def register(check):
-        registry[check.__name__] = Law(check.__name__, claim, formula, cases, check)
+        registry[check.__name__] = Law(check.__name__, claim, formula, cases, check, first)
         return check
 
     return register
@@ -67,10 +80,15 @@ def some_problems(
     strengths=STRENGTH_FAMILIES,
     dtype: str | None = None,
     at_most: int | None = None,
+    first: bool = False,
 ) -> st.SearchStrategy[RandomProblem] | str:
-    """Problems that `subject` offers, of the layouts for which `where` holds; or why there are none."""
+    """Problems that `subject` offers, of the layouts for which `where` holds; or why there are none.
+
+    `first`: of the sizes of what is asked first, too.
+    """
     offered = subject.capabilities
-    pool = [layout for layout in offered.layouts() if packed is None or packed == (layout.documents is not None)]
+    layouts = (*offered.layouts(), *(offered.first() if first else ()))
+    pool = [layout for layout in layouts if packed is None or packed == (layout.documents is not None)]
     if packed and not pool:
         return "packed documents are not offered"
     pool = [layout for layout in pool if where(layout)][:at_most]
@@ -125,6 +143,10 @@ def cases(**strategies: Any) -> Cases | str:
 
 def only_problems(*conditions, **options) -> Callable[[Implementation], Cases | str]:
     return lambda subject: cases(problem=some_problems(subject, *conditions, **options))
+
+
+def first_problems(subject: Implementation) -> list[dict[str, Any]]:
+    return [{"problem": problem} for problem in subject.capabilities.first()]
 
 
 def and_then(problem: st.SearchStrategy[RandomProblem] | str, **more: Callable[[RandomProblem], Any]) -> Cases | str:

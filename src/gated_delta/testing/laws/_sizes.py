@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from gated_delta._gates import Gates
+from gated_delta.testing._capabilities import MEMBERS
 from gated_delta.testing._random import RandomProblem
 
 from ._law import (
@@ -44,7 +45,11 @@ def chunk_size(subject, problem, variation):
 def _grouped(subject):
     if not subject.capabilities.grouped:
         return "grouped heads are not offered"
-    return cases(problem=some_problems(subject, lambda layout: layout.group > 1 and layout.time < 70, at_most=2))
+    few = [layout for layout in subject.capabilities.layouts() if layout.group > 1 and layout.time < 70]
+    few = [layout for layout in few if layout.documents is None]
+    several = [layout for layout in few if layout.key_heads > 1] or few
+    chosen = {layout.gates.owner: layout for layout in reversed(several)}  # the first of each owner
+    return cases(problem=some_problems(subject, lambda layout: layout in chosen.values()))
 
 
 @law(
@@ -149,15 +154,22 @@ def reductions(subject, problem, form):
     return agree({key: found[key] for key in coarse}, coarse, problem)
 
 
+def _last_members(offered, count):
+    members = [gates for gates in offered.gates() if gates in MEMBERS.values()]
+    return (members or list(offered.gates()))[-count:]
+
+
 _DIFFERENT = RandomProblem(batch=3, time=5, key_heads=2, group=2, key_dim=6, value_dim=7)
 _EQUAL = RandomProblem(batch=4, time=4, key_heads=4, key_dim=4, value_dim=4)
 
 
 def _shapes(subject):
-    """Both layouts with the first two kinds of gates on offer."""
+    """Both layouts with the last two members of the family on offer, and gates of an owner that these have not."""
     offered, found = subject.capabilities, []
+    kinds = _last_members(offered, 2)
+    kinds += [gates for gates in offered.gates() if gates.owner not in {kind.owner for kind in kinds}][:1]
     for shape in (_DIFFERENT, _EQUAL):
-        for gates in offered.gates()[-2:]:
+        for gates in kinds:
             layout = offered.fit(dataclasses.replace(shape, gates=gates, state=offered.state))
             found += [layout] if layout is not None else []
     from gated_delta.testing._strategies import problems
@@ -179,7 +191,7 @@ def shapes(subject, problem):
 
 def _large(subject):
     offered = subject.capabilities
-    gates = offered.gates()[-1]
+    (gates,) = _last_members(offered, 1)
     cells = RandomProblem(batch=34, time=3, key_heads=32, key_dim=2, value_dim=2, gates=gates, state=offered.state)
     if offered.time_multiple > 1:
         cells = dataclasses.replace(cells, time=2 * offered.time_multiple)
