@@ -379,11 +379,17 @@ class HybridStack(eqx.Module):
 
 def _without_padding(x, mask, segment_ids):
     """Zeros at padding, which pass through every block, whatever stood there. The mixers check the two."""
-    for values in (mask, segment_ids):
-        if isinstance(values, (jax.Array, np.ndarray)) and values.shape == x.shape[:-1]:
-            real = values if values.dtype == bool else values >= 0
-            x = jnp.where(real[..., None], x, jnp.zeros_like(x))
-    return x
+    is_given = [isinstance(a, (jax.Array, np.ndarray)) and a.shape == x.shape[:-1] for a in (mask, segment_ids)]
+    is_given = [is_given[0] and mask.dtype == bool, is_given[1] and jnp.issubdtype(segment_ids.dtype, jnp.integer)]
+    if not any(is_given):
+        return x
+    real = mask
+    if is_given[1]:
+        ids = jnp.where(mask, segment_ids, -1) if is_given[0] else segment_ids
+        real = ids >= 0
+        if isinstance(ids, jax.Array):  # those that fall are padding; of NumPy's the mixers refuse them
+            real = real & (ids == jax.lax.cummax(ids, axis=ids.ndim - 1))
+    return jnp.where(real[..., None], x, jnp.zeros_like(x))
 
 
 def _slice(block: HybridBlock, index: int) -> HybridBlock:

@@ -140,8 +140,8 @@ class GatedDeltaMixer(eqx.Module):
             and it leaves no trace in any state or in any other token.
         - `segment_ids`: `[time]` or `[batch, time]` integers that rise along time; tokens of different ids do not see
             each other, in the convolution neither. Negative is padding. Ids where 0 is padding: pass
-            `jnp.where(ids == 0, -1, ids)`; under jit an id that falls joins the document before it. A given state
-            continues the first document of each row, and the state returned is that of the last.
+            `jnp.where(ids == 0, -1, ids)`; an id that falls raises, and is padding under jit. A given state continues
+            the first document of each row, and the state returned is that of the last.
         - `cu_seqlens`: `[documents + 1]` offsets of packed documents, for one row. States have one entry per document:
             each continues its own, and a document without tokens keeps its states bit for bit.
         - `key`: ignored; here so that the layer fits where a key is passed to every layer.

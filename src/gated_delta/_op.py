@@ -94,12 +94,12 @@ def gated_delta(
     and states are float32 (float64). New values of `segment_ids` and `cu_seqlens` never recompile.
 
     Traced values cannot be refused, so they are limited, alike in every backend: a log decay above 0 to 0 with zero
-    gradient; falling ids and offsets to the largest before them; ids of `num_segments` or more are padding. A token
-    that is not finite (NaN or infinite; or the squared norm of its key, with or without the erase gate, or its value
-    with the write gate overflows) spoils outputs and state of its own document and heads from there on, and nothing
-    else. A document that overflows from finite tokens spoils no other; which of its own outputs are lost is the
-    backend's matter. (`PallasTPU` looks at outputs only: where a finite token overflows and no output does, it shows as
-    huge numbers.)
+    gradient; falling offsets to the largest before them; ids that fall, and those of `num_segments` or more, are
+    padding. A token that is not finite (NaN or infinite; or the squared norm of its key, with or without the erase
+    gate, or its value with the write gate overflows) spoils outputs and state of its own document and heads from there
+    on, and nothing else. A document that overflows from finite tokens spoils no other; which of its own outputs are
+    lost is the backend's matter. (`PallasTPU` looks at outputs only: where a finite token overflows and no output does,
+    it shows as huge numbers.)
 
     **Raises:** `TypeError` for what is no float array, `ValueError` for shapes that do not fit, for values outside the
     promises where they are concrete, and if the named backend cannot run.

@@ -100,8 +100,8 @@ def check_ids(ids, num_segments, checked, name: str = "segment_ids"):
 
 
 def _packing_from_ids(ids, num_segments):
-    # Traced ids that fall join the largest before them; ids past `num_segments` are padding. They are compared in the
-    # dtype they came in, so that neither an id beyond int32 nor a `num_segments` beyond int8 wraps around.
+    # Traced ids that fall are padding, and so are ids past `num_segments`. They are compared in the dtype they came in,
+    # so that neither an id beyond int32 nor a `num_segments` beyond int8 wraps around.
     if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4:
         # JAX would cut these to 32 bits. Only their order counts.
         ranks = ids if num_segments is not None else np.unique(ids, return_inverse=True)[1].reshape(ids.shape)
@@ -111,6 +111,7 @@ def _packing_from_ids(ids, num_segments):
     if num_segments is not None and num_segments <= jnp.iinfo(ids.dtype).max:
         real = real & (ids < num_segments)
     top = lax.cummax(jnp.where(real, ids, jnp.zeros_like(ids)), axis=1)
+    real = real & (ids == top)
     seen = lax.cummax(real.astype(jnp.int32), axis=1) > 0
     seen_before = jnp.concatenate([jnp.zeros_like(seen[:, :1]), seen[:, :-1]], axis=1)
     changes = top != jnp.concatenate([top[:, :1], top[:, :-1]], axis=1)

@@ -231,13 +231,15 @@ def test_offsets_ids_and_documents_alone_are_one_thing():
     np.testing.assert_allclose(by_ids[:, 6:18], alone, atol=1e-6)
 
 
-def test_traced_ids_that_fall_join_the_document_before_and_checked_ones_raise():
+def test_traced_ids_that_fall_are_padding_and_checked_ones_raise():
     problem = RandomAttention(batch=1, seed=3)
     arrays = problem.arrays()
     ids = np.repeat([[3, 1, 4]], 7, axis=1).reshape(1, 21)[:, np.argsort(np.tile([0, 1, 2], 7), kind="stable")]
-    joined = np.maximum.accumulate(ids, axis=1)
+    padding = np.where(ids < np.maximum.accumulate(ids, axis=1), -1, ids)
     run = quick_jit(functools.partial(softmax_attention, backend=BLOCKED))
-    np.testing.assert_array_equal(run(**arrays, segment_ids=ids), run(**arrays, segment_ids=joined))
+    out = run(**arrays, segment_ids=ids)
+    np.testing.assert_array_equal(out, run(**arrays, segment_ids=padding))
+    np.testing.assert_array_equal(out, run(**arrays, segment_ids=ids, key_segment_ids=ids))
     checked = quick_jit(functools.partial(softmax_attention, checked=True, backend=BLOCKED))
     with pytest.raises(Exception, match="must rise along time"):
         jax.block_until_ready(checked(**arrays, segment_ids=ids))

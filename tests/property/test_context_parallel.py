@@ -222,6 +222,17 @@ def test_bfloat16(name):
     check_over(along_context(4), problem, backend=Chunked(16))
 
 
+@pytest.mark.slow
+def test_ids_that_fall_are_padding_on_whichever_device_they_are():
+    arguments, cotangents = split_arguments(problem_of("gdn", packed=True, time=24), 4)
+    run = split_run(along_context(4), tuple(arguments), (("backend", Chunked(16)),))
+    ids = jnp.array([[1] * 4 + [0, 1] + [2] * 8 + [0] * 5 + [2] * 2 + [3, 1, 3]], jnp.int32)
+    padding = jnp.where(ids < jax.lax.cummax(ids, axis=1), -1, ids)
+    one, two = (run(arguments | {"segment_ids": i}, cotangents) for i in (ids, padding))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 BAD = [("v", (0, 5, 1, 0)), ("k", (1, 9, 0, 2)), ("erase", (0, 15, 0, 1)), ("initial_state", (1, 0, 2, 1))]
 
 

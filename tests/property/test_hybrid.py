@@ -112,6 +112,18 @@ def test_documents_and_single_sequences_are_what_they_are_alone():
     assert jax.tree.map(jnp.shape, single) == jax.tree.map(lambda a: a.shape[1:], stack.init_state(ROWS))
 
 
+def test_ids_that_fall_are_padding_of_every_block_under_jit():
+    """As where 0 is padding. Ids that a mask hides make none fall."""
+    run, x = runner(), inputs(5)
+    mask = np.arange(TIME)[None] != np.array([[0], [4]])
+    ids = np.array([[9, 1, 1, 2, 2, 2, 0, 0, 0], [3, 3, 3, 3, 9, 3, 3, 1, 4]], np.int32)
+    padding = np.array([[-1, 1, 1, 2, 2, 2, -1, -1, -1], [3, 3, 3, 3, -1, 3, 3, -1, 4]], np.int32)
+    one, two = (run(x, None, mask, i) for i in (ids, padding))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert not np.asarray(one[0])[padding < 0].any()
+
+
 @pytest.mark.slow
 def test_pooled_steps_are_steps_of_their_slots_and_touch_no_other():
     stack, x = stack_of(), inputs(2)

@@ -59,12 +59,12 @@ def ids_problem(slots):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=str)
 @pytest.mark.parametrize("slots", [False, True])
-def test_falling_ids_join_the_largest_before_them(backend, slots):
+def test_falling_ids_are_padding(backend, slots):
     problem = ids_problem(slots)
     arguments, cotangents = problem.arguments(), problem.cotangents("float32", "float32")
     falling = np.array([[0, 0, 2, 1, 1, 2, -1, 0, 3, 1, *[3] * 11], [1, 0, -1, 0, *[1] * 17]], np.int32)
-    joined = np.where(falling < 0, -1, np.maximum.accumulate(falling, axis=1)).astype(np.int32)
-    one, two = (results(backend, {**arguments, "segment_ids": ids}, cotangents) for ids in (falling, joined))
+    padding = np.where(falling < np.maximum.accumulate(falling, axis=1), -1, falling).astype(np.int32)
+    one, two = (results(backend, {**arguments, "segment_ids": ids}, cotangents) for ids in (falling, padding))
     for name in one:
         np.testing.assert_array_equal(one[name], two[name])
 

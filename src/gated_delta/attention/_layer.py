@@ -98,8 +98,8 @@ class SoftmaxAttention(eqx.Module):
         - `mask`: `[time]` or `[batch, time]` booleans, true at real tokens. Padding may be anywhere: its output is 0,
             and it leaves no trace in any state or in any other token.
         - `segment_ids`: `[time]` or `[batch, time]` integers that rise along time; tokens of different ids do not see
-            each other, and each document has positions from 0. Negative is padding. A given state continues the first
-            document of each row, and the state returned is that of the last.
+            each other, and each document has positions from 0. Negative is padding, and under jit so is an id that
+            falls. A given state continues the first document of each row, and the state returned is that of the last.
         - `key`: ignored; here so that the layer fits where a key is passed to every layer.
 
         **Returns:** `(out, state)`: out in the shape and dtype of `x`, and the state after the last real token, in the

@@ -69,7 +69,7 @@ def softmax_attention(
     - `scale`: multiplies every score; `key_dim ** -0.5` if `None`. A Python number is static under `jit`.
     - `softcap`: scores become `softcap * tanh(score / softcap)`, as in Gemma 2. A Python number. `None`: they stay.
     - `segment_ids`: `[batch, time]` integers, rising along time: tokens with different ids do not see each other;
-        negative is padding, anywhere (output 0, seen by nobody).
+        negative is padding, anywhere (output 0, seen by nobody). Where traced, so is an id that falls.
     - `key_segment_ids`: `[batch, keys]`, where keys are not the queries' own tokens: a query sees keys of its own id.
         Goes with `segment_ids`.
     - `cu_seqlens`: `[documents + 1]` integer offsets for `batch == 1` instead of ids; as for `gated_delta`.
@@ -343,7 +343,7 @@ def _normal_ids(name: str, ids, batch: int, length: int, checked: bool):
     ids = jnp.asarray(np.maximum(ids, -1).astype(np.int32) if isinstance(ids, np.ndarray) else ids)
     real = ids >= 0
     top = lax.cummax(jnp.where(real, ids, jnp.zeros_like(ids)), axis=1) if length else ids
-    return jnp.where(real, top.astype(jnp.int32), -1)
+    return jnp.where(real & (ids == top), top.astype(jnp.int32), -1)
 
 
 def spec_of(x):

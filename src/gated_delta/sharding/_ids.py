@@ -12,7 +12,7 @@ def across_shards(
 ) -> tuple[Int[Array, "batch time"], Bool[Array, " batch"]]:
     """The ids of a shard as those before it make them, and whether its first document is the one that enters.
 
-    Ids that fall join the largest before them, on whichever device it is. The first document of all continues the
+    Ids that fall below one before them, on whichever device it is, are padding. The first document of all continues the
     initial state; a row without tokens passes on what enters.
 
     **Raises:** as `gated_delta` for `segment_ids`.
@@ -25,7 +25,8 @@ def across_shards(
     everyones = lax.all_gather(largest, axis_name)  # [devices, batch]
     is_before = jnp.arange(everyones.shape[0]) < lax.axis_index(axis_name)
     before = jnp.max(jnp.where(is_before[:, None], everyones, -1), axis=0)
-    ids = jnp.where(real, jnp.maximum(ids, before[:, None]), ids)
+    ids = jnp.where(ids < before[:, None], -1, ids)
+    real = ids >= 0
     if ids.shape[1] == 0:
         return ids, jnp.ones_like(before, dtype=bool)
     first = jnp.take_along_axis(ids, jnp.argmax(real, axis=1)[:, None], axis=1)[:, 0]
