@@ -20,6 +20,7 @@ def project(tmp_path, monkeypatch):
     """A folder with a kernel in it, as the current one."""
     (tmp_path / "my_kernel.py").write_text(
         textwrap.dedent("""
+        import jax.numpy as jnp
         import numpy as np
         from gated_delta import AbstractBackend, Gates, Recurrent, Variant, gated_delta
         from gated_delta.testing import Capabilities, plain
@@ -39,6 +40,11 @@ def project(tmp_path, monkeypatch):
 
         class Sized(Backend):
             tile: int
+
+        def step(state, token):
+            state = jnp.exp(token.log_decay)[:, None] * state
+            state = state + jnp.outer(token.k, token.erase * (token.v - token.k @ state))
+            return state, token.q @ state
 
         number = 3
         deltanet = Variant(decay="none")
@@ -90,6 +96,38 @@ def test_a_class_and_a_variant_are_checked_too(project, capsys):
     assert "Backend(): 1 passed" in capsys.readouterr().out
     assert main(["check", "my_kernel:deltanet", "--only", "layer_serialisation", "--max-examples", "1"]) == 0
     assert "layer_serialisation" in capsys.readouterr().out
+
+
+def test_a_step_is_checked_with_the_gates_of_its_tokens(project, capsys):
+    assert main(["check", "my_kernel:step", "--gates", "kda", "--max-examples", "1"]) == 0
+    assert "in the family: decay='channel'" in capsys.readouterr().out
+
+
+def test_what_a_kernel_does_not_offer_is_not_asked(project, capsys):
+    laws = ["recurrence", "dtypes", "refusals", "padding", "extreme_gates", "gradients"]
+    only = [word for law in laws for word in ("--only", law)]
+    limits = ["--dtypes", "float32", "--without", "refuses", "--without", "gradients", "--key-dims", "8,16"]
+    limits += ["--value-dims", "8", "--time-multiple", "16", "--max-decay", "2.5"]
+    for target in ("my_kernel:right", "my_kernel:Backend"):
+        assert main(["check", target, *only, *limits, "--max-examples", "2", "--json", "report.json"]) == 0
+        (report,) = json.loads(Path("report.json").read_text())
+        outcomes = {o["law"]: o for o in report["outcomes"]}
+        assert {law for law, o in outcomes.items() if o["status"] == "passed"} == {
+            *("recurrence", "dtypes", "extreme_gates"),
+            *(["padding"] if target.endswith("Backend") else []),
+        }
+        sizes = [size for o in outcomes.values() for size in o["sizes"]]
+        assert {size[0] for size in sizes} <= {8, 16} and {size[1] for size in sizes} == {8}
+        assert all(size[2] % 16 == 0 for size in sizes)
+    capsys.readouterr()
+    assert (
+        main(["check", "my_kernel:stopped", "--dtypes", "float32", "--only", "refusals", "--without", "refuses"]) == 1
+    )
+    assert "refusing is not offered" in capsys.readouterr().out
+    assert main(["check", "my_kernel:wrong", "--only", "recurrence", "--max-examples", "1", "--max-decay", "2.5"]) == 1
+    said = capsys.readouterr().out
+    assert 'check_law("recurrence", plain(wrong, capabilities=Capabilities(max_decay=2.5)), problem=' in said
+    assert "check_law, plain; from my_kernel import wrong" in said
 
 
 def test_an_interruption_prints_what_was_found_and_writes_it(project, capsys):
@@ -144,6 +182,14 @@ MISTAKES = {
         "there is no backend 'x': the backends are chunked, recurrent, pallas-tpu",
     ),
     "variant": (["check", "--variant", "x"], "there is no variant 'x': the variants are delta_net, gdn, gdn2, gla"),
+    "a dtype": (["check", "my_kernel:right", "--dtypes", "fp32"], "must be some of float32, bfloat16"),
+    "step": (
+        ["check", "my_kernel:step"],
+        "`step(state, token)` takes no arrays `q`, `k` and `v`. An update of one token",
+    ),
+    "gates": (["check", "my_kernel:step", "--gates", "x"], "the name of one of `MEMBERS`, linear_attention, retnet"),
+    "limits": (["check", "my_kernel:deltanet", "--dtypes", "float32"], "limit a kernel: a layer or a step is asked"),
+    "made": (["check", "my_kernel:stopped", "--without", "gradients"], "says so where its adapter is called"),
     "both": (["check", "my_kernel:right", "--backend", "chunked"], "give a target or --backend, not both"),
     "file": (["check", "my_kernel:right", *FEW, "--json", "no/r.json"], "no/r.json cannot be written: No such file"),
     "heads": (["explain", "--key-heads", "2", "--value-heads", "3"], "needs value_heads to be a multiple of key_heads"),

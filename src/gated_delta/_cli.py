@@ -22,6 +22,13 @@ from ._variant import Variant
 _PACKAGES = ("gated-delta", "jax", "jaxlib", "equinox", "jaxtyping", "libtpu", "numpy", "hypothesis", "rich")
 
 
+_LIMITS = (
+    *("contains", "final_state", "gradients", "grouped", "packing", "padding"),
+    *("refuses", "scale", "state", "zero_decay"),
+)
+"""Fields of `Capabilities` that say whether something is offered."""
+
+
 class UserError(Exception):
     """A mistake in what was typed: one line on stderr and exit code 2."""
 
@@ -63,6 +70,24 @@ def _parser() -> argparse.ArgumentParser:
         "--backend", action="append", metavar="NAME", help="one of ours: chunked, recurrent, pallas-tpu (interpreted)"
     )
     check.add_argument("--variant", action="append", metavar="NAME", help="only the gates of this variant, such as kda")
+    check.add_argument(
+        "--dtypes", type=_words, metavar="NAMES", help="only these, as in float32,bfloat16; the first is asked most"
+    )
+    check.add_argument(
+        "--without",
+        action="append",
+        default=[],
+        choices=_LIMITS,
+        metavar="WHAT",
+        help=f"what it does not offer; may be repeated: {', '.join(_LIMITS)}",
+    )
+    check.add_argument("--key-dims", type=_sizes, metavar="SIZES", help="the only sizes it takes, as in 64,128")
+    check.add_argument("--value-dims", type=_sizes, metavar="SIZES", help="the same for values")
+    check.add_argument("--time-multiple", type=_positive, metavar="N", help="it takes whole chunks of N tokens")
+    check.add_argument("--max-decay", type=float, metavar="NATS", help="the largest -log_decay of a token it takes")
+    check.add_argument(
+        "--gates", metavar="NAME", help="the target is a step(state, token) whose tokens have these gates, such as kda"
+    )
     check.add_argument("--only", action="append", metavar="LAW", help="only this law; may be repeated")
     check.add_argument("--list", action="store_true", help="list the laws and stop")
     check.add_argument("--expected-failure", action="append", default=[], metavar="LAW", help="a law known to fail")
@@ -244,6 +269,14 @@ def _positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
     return number
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(map(_positive, _words(text)))
 
 
 def _seconds(text: str) -> float:

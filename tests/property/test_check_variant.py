@@ -1,6 +1,9 @@
 """New members of the family: records and layers, and one-token updates of somebody's own."""
 
 import dataclasses
+import subprocess
+import sys
+import textwrap
 
 import equinox as eqx
 import jax
@@ -17,6 +20,7 @@ from gated_delta.testing import (
     Token,
     check_law,
     check_variant,
+    conformance_suite,
     find_gates,
 )
 from gated_delta.testing._conformance import ask_law
@@ -63,6 +67,20 @@ FOUND = {
 def test_the_gates_that_express_a_step_are_found(step, gates, words):
     report = check_variant(step, gates=MEMBERS[gates], only=["family"], max_examples=5)
     assert report.outcomes[0].message == f"in the family: {words}"
+
+
+def test_the_gates_of_a_step_and_a_variant_have_names():
+    named, member = (check_variant(kda, gates=gates, max_examples=2) for gates in ("kda", MEMBERS["kda"]))
+    assert named.outcomes[0].message == member.outcomes[0].message and named.name == "kda"
+    assert check_variant("kda", only=["layer_serialisation", "recurrence"], max_examples=1).examples == 2
+    seen = []
+
+    def tied(state, token):
+        seen.append((token.erase is None, token.write is None))
+        return kda(state, token)
+
+    check_variant(tied, gates="kda", only=["family"], max_examples=1)
+    assert set(seen) == {(False, True)}
 
 
 def grows(state, token):
@@ -247,9 +265,47 @@ def test_a_bug_planted_in_a_layer_is_found_by_the_law_that_names_it(bug):
     assert outcome.status == "failed", outcome
 
 
+VARIANTS = """
+    import jax.numpy as jnp
+    from gated_delta import Variant, variants
+    from gated_delta.testing import conformance_suite
+
+    few = dict(max_examples=1, only=["layer_serialisation", "recurrence"])
+    test_record = conformance_suite(Variant(decay="tile", decay_tiles=2), **few)
+
+    def after_the_write(state, token):
+        state = state + jnp.outer(token.k, token.erase * (token.v - token.k @ state))
+        return jnp.exp(token.log_decay)[:, None] * state, token.q @ state
+
+    test_step = conformance_suite(after_the_write, gates="kda", max_examples=1)
+    known = dict(expected_failures={"family"}, only=["family"])
+    test_known = conformance_suite(after_the_write, gates="kda", max_examples=1, **known)
+    """
+
+
+def test_one_line_gives_a_test_for_each_law_of_a_variant_and_of_a_step(tmp_path):
+    (tmp_path / "test_my_variant.py").write_text(textwrap.dedent(VARIANTS))
+    options = ["-q", "-rA", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and "1 failed, 2 passed, 4 skipped, 1 xfailed" in done.stdout, done.stdout + done.stderr
+    assert "PASSED test_my_variant.py::test_record[recurrence]" in done.stdout
+    assert "token 0 departs from the family" in done.stdout and "no chunked function is given" in done.stdout
+    assert "check_law(\"family\", OwnStep('after_the_write', after_the_write, RandomGates(" in done.stdout
+    assert "RandomProblem, check_law; from test_my_variant import after_the_write" in done.stdout
+
+
 def test_what_can_be_no_variant_is_refused():
     with pytest.raises(TypeError, match=r"a step needs `gates`, the kind of gates that its tokens have"):
         check_variant(kda)
+    names = r"the gates of a step are a `RandomGates`, or the name of one of `MEMBERS`, linear_attention, retnet,"
+    for gates in ("kdaa", variants.kda, 3):
+        with pytest.raises(TypeError, match=names):
+            check_variant(kda, gates=gates)
+    with pytest.raises(TypeError, match=r"'kdaa' is no variant: give a `Variant`, or the name of one, delta_net, gdn"):
+        check_variant("kdaa")
+    with pytest.raises(TypeError, match=r"`capabilities`, `variants` and `x64` limit a kernel: a layer or a step is"):
+        conformance_suite(ODD, x64=True)
     with pytest.raises(TypeError, match=r"A `Variant`, a `MixerConfig`, a layer, its constructor or a step"):
         check_variant(3)
     with pytest.raises(ValueError, match=r"There is no law 'recurence'\. The laws are: layer_batches"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 import json
 import runpy
 import subprocess
@@ -11,12 +12,13 @@ import time
 from pathlib import Path
 from xml.etree import ElementTree
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 
-from gated_delta import Chunked, Gates, Recurrent, gated_delta, variants
+from gated_delta import KDA, Chunked, Gates, MixerConfig, Recurrent, gated_delta, variants
 from gated_delta import testing as gated_delta_testing
 from gated_delta.testing import (
     LAWS,
@@ -33,6 +35,7 @@ from gated_delta.testing import (
     check_backend,
     check_law,
     check_variant,
+    conformance_suite,
     expected,
     fla_style,
     implementation,
@@ -42,6 +45,7 @@ from gated_delta.testing import (
 )
 from gated_delta.testing._conformance import Interrupted, ask_law
 from gated_delta.testing._smaller import smaller
+from gated_delta.testing._subjects import variant_subject
 
 from .plain import Plain
 
@@ -351,6 +355,14 @@ def test_an_exception_is_a_failure_and_an_unimplemented_case_is_not():
     assert declined.status == "not offered" and declined.message == "not on a Sunday"
 
 
+def one(state, token):
+    raise AssertionError
+
+
+def make(key):
+    raise AssertionError
+
+
 def test_what_cannot_be_checked_is_refused():
     with pytest.raises(TypeError, match=r"A backend, such as `Recurrent\(\)`, a function or an `Implementation`"):
         check_backend(Recurrent)
@@ -370,6 +382,22 @@ def test_what_cannot_be_checked_is_refused():
         Capabilities(max_decay=-5.0)
     with pytest.raises(TypeError, match=r"'gdm' is no variant: give a `Variant`, or the name of one, delta_net, gdn, "):
         check_backend(Recurrent(), variants=["gdm"])
+    with pytest.raises(TypeError, match=r"Variants are given in a list, \['gdn'\], but 'gdn' came"):
+        check_backend(Recurrent(), variants="gdn")
+    with pytest.raises(TypeError, match=r"Variants are given in a list, \[Variant\(...\)\], but Variant\(...\) came"):
+        check_backend(Recurrent(), variants=variants.gdn)
+    with pytest.raises(TypeError, match=r"Variant\(.*\) is no implementation of the operator: `check_variant` asks"):
+        check_backend(variants.gdn)
+    with pytest.raises(TypeError, match=r"A `MixerConfig` is no implementation of the operator: `check_variant` asks"):
+        check_backend(MixerConfig(variants.gdn, model=8, key_heads=1, value_heads=1, key_dim=4, value_dim=4))
+    step = r"`one\(state, token\)` takes no arrays `q`, `k` and `v`\. .* `check_variant\(one, gates=\"kda\"\)`"
+    for asks in (check_backend, conformance_suite):
+        with pytest.raises(TypeError, match=step):
+            asks(one)
+    with pytest.raises(
+        TypeError, match=r"`make` takes no arrays .*: a constructor is asked by `check_variant\(make\)`"
+    ):
+        check_backend(make)
     with pytest.raises(ValueError, match=r"in_tokamax offers no gate of these variants: nothing is left of decay"):
         check_backend(tokamax_style(in_tokamax), variants=[variants.gdn])
 
@@ -382,6 +410,14 @@ def test_a_budget_of_time_is_kept_and_said():
 def test_a_report_says_what_was_asked_once_and_that_nothing_was():
     report = ask(implementation(Recurrent()), only=["scale"], max_examples=5, time_budget=0.0)
     assert report.summary.endswith("1 of the laws that passed had one example only.")
+    assert report.summary.splitlines()[1] == (
+        "Sizes asked: key_dim 4; value_dim 3; time 2; key and value heads 1 and 1."
+    )
+    report = ask(plain(in_plain), variants=["gdn"], only=["gradients", "determinism"], max_examples=4)
+    assert {"8", "64", "128"} <= set(report.sizes.partition(";")[0].removeprefix("Sizes asked: key_dim ").split(", "))
+    assert "300; key and value heads" in report.sizes and "2 and 4" in report.sizes
+    assert report.sizes in str(report) and len(report.sizes.splitlines()) == 1
+    assert [8, 4, 300, 2, 4] in json.loads(report.to_json())["outcomes"][0]["sizes"]
     nothing = ask(implementation(nearly), only=["packing"])
     assert "Nothing that was asked for is offered" in str(nothing) and not nothing.passed
 
@@ -392,7 +428,10 @@ def test_laws_that_fail_alike_are_one_failure_and_its_line_can_be_pasted():
 
     report = ask(plain(other), only=["recurrence", "gradients"], max_examples=2)
     imports, failure = report.failures()
-    assert failure.startswith("recurrence, gradients: RuntimeError: no such tile\n  check_law(")
+    assert failure.startswith("recurrence, gradients: RuntimeError: no such tile\n  raised at tests/property/test_conf")
+    assert (
+        ".py:" in failure and " in other, given q float32[" in failure and 'check_law("recurrence", other,' in failure
+    )
     assert imports == (
         "To repeat a failure: from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, check_law"
     )
@@ -404,6 +443,157 @@ def test_laws_that_fail_alike_are_one_failure_and_its_line_can_be_pasted():
     exec(report.failures()[0].partition(": ")[2], names)
     with pytest.raises(AssertionError, match="`out` is off by"):
         eval(report.outcomes[0].line, names)
+
+
+def test_an_exception_is_shown_with_its_place_in_the_kernel_and_the_arrays_that_it_was_given():
+    """Also where a kernel asserts, and where what it says depends on the shapes: that is one failure."""
+
+    def asserts(q, k, v, *, log_decay, beta):
+        raise AssertionError
+
+    def says_shapes(q, k, v, *, log_decay, beta):
+        raise ValueError(f"no {q.shape}")
+
+    laws = ["recurrence", "gradients", "shapes", "determinism"]
+    for function, said in ((asserts, "AssertionError: raise AssertionError"), (says_shapes, "ValueError: no (")):
+        report = ask(plain(function), only=laws, max_examples=2)
+        assert [o.status for o in report.outcomes] == ["failed"] * 4
+        _, failure = report.failures()
+        assert (
+            failure.startswith(f"{', '.join(laws)}: {said}") and f" in {function.__name__}, given q float32[" in failure
+        )
+        assert "log_decay float32[1, 1, 1, 1], beta float32[1, 1, 1, 1]" in failure
+        assert f"{function.__name__} raises for every kind of gates that it was asked for" in report.summary
+        assert f" in {function.__name__}, given q float32[" in report.to_junit()
+    wrong = ask(implementation(nearly), only=["recurrence"], max_examples=1)
+    assert "raises for" not in str(wrong) and "raised at" not in str(wrong)
+
+
+def gdn_of_value_heads(q, k, v, *, log_decay, beta, initial_state=None):
+    """An ordinary kernel: one decay per value head."""
+    log_decay, beta = (jnp.reshape(x, v.shape[:3])[..., None] for x in (log_decay, beta))
+    return nearly(q, k, v, log_decay=log_decay, beta=beta, initial_state=initial_state)
+
+
+def test_gates_that_a_kernel_raises_for_are_named_with_the_way_to_ask_for_the_others():
+    report = ask(implementation(gdn_of_value_heads), only=["shapes"], max_examples=2)
+    assert report.notes == (
+        "gdn_of_value_heads raises for 5 of the 6 kinds of gates that it was asked for (those with decay='channel', "
+        "decay='tile', owner='key'), and runs for the others. If it need not take those, ask for less: "
+        "variants=['gdn'], which is `--variant gdn` on the command line, or "
+        "capabilities=Capabilities(decay=('head',), owner=('value',)).",
+    )
+    for less in (dict(variants=["gdn"]), {}):
+        offered = Capabilities() if less else Capabilities(decay=("head",), owner=("value",))
+        report = ask(implementation(gdn_of_value_heads, offered), only=["shapes"], max_examples=2, **less)
+        assert "`out` is off by" in report.outcomes[0].message and not report.notes
+
+
+def test_keywords_that_count_as_every_argument_are_said():
+    def loose(q, k, v, log_decay, beta, **others):
+        return gated_delta(q, k, v, Gates.tied(beta, log_decay))
+
+    report = ask(plain(loose), variants=["gdn"], only=["recurrence"], max_examples=1)
+    assert report.notes == (
+        "`**` among the parameters of loose counts as taking every argument (initial_state, scale, segment_ids, "
+        "num_segments, cu_seqlens here): where it ignores one, name what it takes, or limit `capabilities`.",
+    )
+    assert report.notes[0] in str(report) and report.outcomes[0].status == "failed"
+
+
+KERNELS = """
+    import numpy as np
+    from gated_delta import KDA, AbstractBackend, Gates, MixerConfig, Recurrent, Variant, gated_delta
+    from gated_delta.testing import fla_style
+
+    def kernel(q, k, v, *, log_decay, beta, initial_state=None):
+        return gated_delta(q, k, v, Gates.tied(beta, log_decay), initial_state=initial_state, backend=Recurrent())
+
+    def stateless(q, k, v, *, log_decay, beta):
+        return kernel(q, k, v, log_decay=log_decay, beta=beta)[0]
+
+    def in_numpy(q, k, v):
+        group = v.shape[2] // k.shape[2]
+        q, k = (np.repeat(x, group, axis=2) for x in (q, k))
+        states = np.cumsum(k[..., :, None] * v[..., None, :], axis=1)
+        return k.shape[-1] ** -0.5 * np.einsum("bthk,bthkv->bthv", q, states), states[:, -1]
+
+    def in_fla(q, k, v, g, beta, scale=None, initial_state=None, output_final_state=True):
+        g = g if g.ndim == 4 else g[..., None]
+        return gated_delta(q, k, v, Gates.tied(beta[..., None], g), initial_state=initial_state, scale=scale)
+
+    class Backend(AbstractBackend):
+        def why_not(self, problem):
+            return None
+
+        def __call__(self, problem):
+            return Recurrent()(problem)
+
+    def step(state, token):
+        state = np.exp(1) ** token.log_decay[:, None] * state
+        state = state + token.k[:, None] * token.erase * (token.v - token.k @ state)
+        return state, token.q @ state
+
+    def chunked(state, tokens):
+        import jax
+        return jax.lax.scan(step, state, tokens)
+
+    variant = Variant(decay="none")
+    config = MixerConfig(variant, model=12, key_heads=1, value_heads=2, key_dim=4, value_dim=3)
+
+    def make(key):
+        return KDA(12, key_heads=1, key_dim=4, value_dim=3, key=key)
+    """
+PASTED = {
+    "function": (lambda m: implementation(m.kernel), "recurrence"),
+    "function with less": (
+        lambda m: plain(
+            m.stateless,
+            capabilities=Capabilities(
+                decay=("head",), owner=("value",), final_state=False, gradients=False, max_decay=9
+            ),
+        ),
+        "recurrence",
+    ),
+    "function of NumPy": (lambda m: plain(m.in_numpy, framework="numpy"), "recurrence"),
+    "function of fla": (lambda m: fla_style(m.in_fla, framework="jax"), "recurrence"),
+    "backend": (lambda m: implementation(m.Backend()), "recurrence"),
+    "NaN": (lambda m: implementation(m.Backend()), "unwritten_memory"),
+    "our backend": (lambda m: implementation(Chunked(32)), "recurrence"),
+    "step": (lambda m: variant_subject(m.step, gates="kda"), "family"),
+    "step with a chunked function": (lambda m: variant_subject(m.step, gates="kda", chunked=m.chunked), "own_chunks"),
+    "variant": (lambda m: variant_subject(m.variant), "layer_causality"),
+    "name of a variant": (lambda m: variant_subject("gdn"), "layer_causality"),
+    "config": (lambda m: variant_subject(m.config), "layer_causality"),
+    "constructor": (lambda m: variant_subject(m.make, model=12), "layer_causality"),
+}
+
+
+@pytest.mark.parametrize("subject, name", PASTED.values(), ids=PASTED)
+def test_the_line_of_any_failure_runs_as_it_is_pasted(tmp_path, monkeypatch, subject, name):
+    """The law, which is made to fail here, holds, so that the line passes where it runs at all."""
+    (tmp_path / "my_pasted_kernels.py").write_text(textwrap.dedent(KERNELS))
+    monkeypatch.syspath_prepend(tmp_path)
+    law, _ = failing_law(name, lambda **case: True)
+    try:
+        outcome = ask_law(law, subject(importlib.import_module("my_pasted_kernels")), max_examples=1, shrink=False)
+        assert outcome.repeat.startswith("To repeat a failure: from gated_delta.testing import ")
+        names = {}
+        exec(outcome.repeat.partition(": ")[2], names)
+        assert eval(outcome.line, names) <= 1
+    finally:
+        sys.modules.pop("my_pasted_kernels", None)
+
+
+def test_the_line_of_a_layer_that_has_no_name_says_what_to_put_there():
+    layer = KDA(12, key_heads=1, key_dim=4, value_dim=3, key=jax.random.key(0))
+    law, _ = failing_law("layer_causality", lambda **case: True)
+    outcome = ask_law(law, variant_subject(layer, model=12), max_examples=1, shrink=False)
+    assert outcome.line.startswith('check_law("layer_causality", layer, model=12, seed=')
+    assert outcome.repeat.endswith("; layer = ...  # the one that was checked")
+    names = {}
+    exec(outcome.repeat.partition(": ")[2], names)
+    assert eval(outcome.line, {**names, "layer": layer}) == 0
 
 
 def test_a_law_that_takes_long_says_so_before_it_ends(monkeypatch, capsys):
@@ -429,7 +619,7 @@ def failing_law(name, fails):
             raise AssertionError("it fails")
         return 0.0
 
-    return dataclasses.replace(LAWS[name], check=check), failed
+    return dataclasses.replace({**LAWS, **LAYER_LAWS, **STEP_LAWS}[name], check=check), failed
 
 
 def reported(outcome):
@@ -648,7 +838,9 @@ def test_one_line_gives_a_test_for_each_law_in_a_project_of_ones_own(tmp_path):
     assert "2 failed, 2 passed, 3 skipped, 1 xfailed" in done.stdout, done.stdout
     assert "PASSED test_my_kernel.py::test_mine[causality]" in done.stdout
     assert "packed documents are not offered" in done.stdout
-    assert 'check_law("recurrence", run, problem=RandomProblem(' in done.stdout
+    assert 'check_law("recurrence", plain(run, framework="numpy"), problem=RandomProblem(' in done.stdout
+    imports = "RandomGates, RandomKeys, RandomProblem, check_law, plain; from my_kernel import run"
+    assert f"To repeat a failure: from gated_delta.testing import {imports}" in done.stdout
     assert "this law passes: take it out of `expected_failures`" in done.stdout
 
 

@@ -92,7 +92,7 @@ class Capabilities(Readable):
         """
         if not variants:
             raise ValueError("`Capabilities.of` needs at least one `Variant`, such as `gated_delta.variants.kda`.")
-        gates = [gates_of(_variant(variant)) for variant in variants]
+        gates = [gates_of(named_variant(variant)) for variant in variants]
         words = ("decay", "erase", "write", "owner", "tied")
         given = {name: tuple(dict.fromkeys(getattr(gate, name) for gate in gates)) for name in words}
         return cls(**{**given, "erase_max": max(gate.erase_max for gate in gates), **others})
@@ -310,6 +310,17 @@ def _parameters(function: Callable) -> set[str]:
     ]
     if unknown:
         name = getattr(function, "__name__", type(function).__name__)
+        needed = [x for x, p in parameters.items() if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+        if "k" not in parameters and len(needed) == 2:
+            raise TypeError(
+                f"`{name}({', '.join(needed)})` takes no arrays `q`, `k` and `v`. An update of one token, "
+                f'`step(state, token)`, is asked by `check_variant({name}, gates="kda")`, on the command line with '
+                "`--gates kda`, with the gates that its tokens have."
+            )
+        if "k" not in parameters and "key" in parameters:
+            raise TypeError(
+                f"`{name}` takes no arrays `q`, `k` and `v`: a constructor is asked by `check_variant({name})`."
+            )
         raise TypeError(
             f"`{name}` has the parameter `{unknown[0]}`, which no problem gives: a plain function takes "
             f"{', '.join((*_GIVEN[:6], 'beta', *_GIVEN[6:]))} by name. Wrap it, or give "
@@ -320,7 +331,11 @@ def _parameters(function: Callable) -> set[str]:
     return set(parameters) | (set(_GIVEN) if takes_any else set())
 
 
-def _variant(named: Variant | str) -> Variant:
+def named_variant(named: Variant | str) -> Variant:
+    """A record, or the one of `gated_delta.variants` that has the name.
+
+    **Raises:** `TypeError` for anything else.
+    """
     known = {name: found for name, found in vars(_variants).items() if isinstance(found, Variant)}
     if isinstance(named, str) and named in known:
         return known[named]

@@ -16,13 +16,15 @@ from gated_delta._variant import Variant
 
 from ._capabilities import Capabilities
 from ._compare import OffBudget
+from ._failures import arrays_of, gates_that_raise, is_found_by_the_toolkit, message_of, place_of
 from ._implementations import Implementation, implementation
+from ._naming import line_of
 from ._own_step import OwnStep, describe_gates
 from ._random import RandomGates, RandomProblem
-from ._report import Outcome, Report
+from ._report import SIZES, Outcome, Report
 from ._smaller import size, smaller
-from ._subjects import variant_subject
-from .laws import ALWAYS, LAWS, LAYER_LAWS, STEP_LAWS, Cases, Law, found_gates
+from ._subjects import is_variant, variant_subject
+from .laws import ALWAYS, LAWS, LAYER_LAWS, STEP_LAWS, Cases, Law, Layer, found_gates
 
 _PATIENCE = 60.0
 """Seconds after which a law that is still being asked says so."""
@@ -105,13 +107,16 @@ def check_backend(
     return report
 
 
-def check_law(name: str, subject: Any, **case: Any) -> float:
+def check_law(name: str, subject: Any, *, model: int | None = None, **case: Any) -> float:
     """Check one case of one law: what the line of a failure does. The worst error in budgets.
+
+    `model`: as for `check_variant`.
 
     **Raises:** `AssertionError` if the law does not hold for it.
     """
     check_names([name], ALL_LAWS)
-    return ALL_LAWS[name].check(implementation(subject) if name in LAWS else variant_subject(subject), **case)
+    checked = implementation(subject) if name in LAWS else variant_subject(subject, model=model)
+    return ALL_LAWS[name].check(checked, **case)
 
 
 def ask(
@@ -156,11 +161,10 @@ def ask_all(
     **Raises:** `Interrupted`, with what was found until Ctrl-C came.
     """
     end, outcomes = None if time_budget is None else time.monotonic() + time_budget, []
-    imports = getattr(subject, "imports", "")
-    toolkit = "from gated_delta.testing import RandomGates, RandomKeys, RandomProblem, check_law"
 
-    def report() -> Report:
-        return Report(subject.name, tuple(outcomes), seed, "; ".join(filter(None, (toolkit, imports))))
+    def report(notes: Sequence[str] = ()) -> Report:
+        said = filter(None, (getattr(subject, "note", ""), *notes))
+        return Report(subject.name, tuple(outcomes), seed, tuple(said))
 
     for index, (law, asked) in enumerate(laws):
         seconds = None if end is None else max(0.0, end - time.monotonic()) / (len(laws) - index)
@@ -172,12 +176,16 @@ def ask_all(
             outcomes += [Outcome(law.name, "interrupted", message="not asked") for law, _ in laws[index + 1 :]]
             raise Interrupted(report()) from stop
         outcomes.append(_as_expected(asking.outcome(), law.name in expected_failures))
-    return report()
+    has_raised = any(outcome.raised and outcome.is_failure for outcome in outcomes)
+    return report([gates_that_raise(subject)] if has_raised and isinstance(subject, Implementation) else [])
 
 
 def limited(subject: Implementation, variants: Iterable[Variant | str] | None, x64: bool) -> Implementation:
     """The implementation with less to be asked of it."""
     offered = subject.capabilities
+    if isinstance(variants, (str, Variant)):
+        shown = repr(variants) if isinstance(variants, str) else "Variant(...)"
+        raise TypeError(f"Variants are given in a list, [{shown}], but {shown} came.")
     if variants is not None:
         wanted = Capabilities.of(*variants)
         words = {name: getattr(wanted, name) for name in ("decay", "erase", "write", "owner", "tied")}
@@ -219,10 +227,12 @@ class _Asking:
         self.end = float("inf") if seconds is None else self.begin + seconds
         self.shrinking = _SHRINKING if seconds is None else min(_SHRINKING, max(1.0, seconds))
         self.taken, self.examples, self.worst, self.refused, self.message = 0.0, 0, 0.0, "", ""
+        self.raised, self.given = "", ""
         self.failing: dict[str, Any] | None = None
         self.failed: set[str] = set()
         self.failed_at, self.least = float("inf"), 0.0
         self.seeds: set[int] = set()
+        self.sizes: set[tuple[int, ...]] = set()
         self.kind: tuple[Any, ...] = ()
 
     def run(self, seed: int, shrink: bool = True):
@@ -288,16 +298,18 @@ class _Asking:
     def outcome(self, interrupted: bool = False) -> Outcome:
         """What came of it; `interrupted` if it was not asked to the end."""
         seen = self.examples, self.worst, self.taken
+        sizes = tuple(sorted(self.sizes))
         if self.failing is not None:
-            case = "".join(f", {name}={value!r}" for name, value in self.failing.items())
-            line = f'check_law("{self.law.name}", {self.subject.name}{case})'
-            return Outcome(self.law.name, "failed", *seen, self.message, line)
+            line = line_of(self.law.name, self.subject, self.failing)
+            imports = getattr(self.subject, "imports", "")
+            return Outcome(self.law.name, "failed", *seen, self.message, line, sizes, imports, self.raised, self.given)
         if interrupted:
-            return Outcome(self.law.name, "interrupted", *seen, f"after {self.examples} of {self.total} examples")
+            said = f"after {self.examples} of {self.total} examples"
+            return Outcome(self.law.name, "interrupted", *seen, said, sizes=sizes)
         if not self.examples:
             why = self.refused or "no case can be drawn"
             return Outcome(self.law.name, "not offered", seconds=self.taken, message=why)
-        return Outcome(self.law.name, "passed", *seen)
+        return Outcome(self.law.name, "passed", *seen, sizes=sizes)
 
     def _example(self, case: dict[str, Any]):
         """What Hypothesis calls, which replays failing cases: those are never too late."""
@@ -326,11 +338,17 @@ class _Asking:
             self.refused = str(unoffered)
             raise UnsatisfiedAssumption from unoffered
         if self.failing is None:
+            self._count(case)
             self.examples += 1
             self.worst = max(self.worst, error)
             if self.progress is not None:
                 self.progress(self.law.name, min(1.0, self.examples / self.total))
         return error
+
+    def _count(self, case: dict[str, Any]):
+        problem = case.get("problem")
+        if isinstance(problem, RandomProblem):
+            self.sizes.add(tuple(getattr(problem, name) for name in SIZES))
 
     def _is_copy(self, case: dict[str, Any]) -> bool:
         """Whether it is a copy, by its seed, of a case that came before, in the half that is not steered by errors.
@@ -352,6 +370,7 @@ class _Asking:
             raise
         except Exception as failure:
             if self.failing is None:
+                self._count(case)
                 self.failed_at, self.least = time.monotonic(), min(_budgets(failure) / 2, _PLAINLY_WRONG)
             elif _budgets(failure) < self.least or _kind(failure) != self.kind:
                 raise UnsatisfiedAssumption from failure  # another failure
@@ -361,10 +380,12 @@ class _Asking:
             raise
 
     def _keep(self, case: dict[str, Any], failure: Exception):
-        said = str(failure) if isinstance(failure, AssertionError) else f"{type(failure).__name__}: {failure}"
-        for ours, theirs in getattr(self.subject, "words", {}).items():
+        said, words = message_of(failure), getattr(self.subject, "words", {})
+        for ours, theirs in words.items():
             said = said.replace(ours, theirs)
         self.failing, self.message, self.kind = case, said, _kind(failure)
+        self.raised = "" if is_found_by_the_toolkit(failure) else place_of(failure)
+        self.given = arrays_of(case["problem"], words) if self.raised and "problem" in case else "no arrays"
 
     def _try_other_shapes(self):
         """Go from the failing case to ever smaller ones that fail at the same line, until none does or time is up."""
@@ -432,7 +453,7 @@ _OF_GATES = ("recurrence", "gradients", "extreme_gates", "ill_conditioned_keys",
 def check_variant(
     subject: Any,
     *,
-    gates: RandomGates | None = None,
+    gates: RandomGates | str | None = None,
     chunked: Callable[[Any, Any], tuple[Any, Any]] | None = None,
     initial_state: Callable[[], Any] | None = None,
     model: int | None = None,
@@ -448,12 +469,14 @@ def check_variant(
     **Arguments:**
 
     - `subject`: one of
-        - a `Variant` or a `MixerConfig`: the layer it describes is built and checked, and the operator with its gates;
+        - a `Variant` or its name, `"kda"`, or a `MixerConfig`: the layer it describes is built and checked, and the
+            operator with its gates;
         - a layer, or its constructor `make(key=...)`: anything with the call, `step` and `init_state` of
             `GatedDeltaMixer`;
         - `step(state, token)`, which gives `(state, out)` for one `Token` of one head: the gates that express it are
             found, or the token is shown where it departs from the family.
-    - `gates`: for a step, the gates that its tokens have, such as `MEMBERS["kda"]`.
+    - `gates`: for a step, the gates that its tokens have: a `RandomGates`, or the name of one of `MEMBERS`, `"kda"`. A
+        token with a tied gate has it as `erase`, and no `write`.
     - `chunked`: for a step, a function `chunked(state, tokens)` of many tokens, time first, that gives
         `(state, outs)`. It is checked against the step, in the family or not.
     - `initial_state`: for a step whose state is more than one array, what makes the first.
@@ -466,28 +489,48 @@ def check_variant(
         `expected_failures={"family"}`.
     """
     checked = variant_subject(subject, gates=gates, chunked=chunked, initial_state=initial_state, model=model)
-    laws = STEP_LAWS if isinstance(checked, OwnStep) else LAYER_LAWS
-    for names in (only or (), expected_failures):
-        check_names(names, {**laws, **{name: LAWS[name] for name in _OF_GATES}})
-    asked: list[tuple[Law, Any]] = [(law, checked) for law in laws.values()]
-    variant = getattr(getattr(subject, "config", None) or subject, "variant", subject)
-    if isinstance(variant, Variant):
-        operator = implementation(Chunked(), Capabilities.of(variant))
-        asked += [(LAWS[name], operator) for name in _OF_GATES]
-    report = ask_all(
+    report = ask_variant(
         checked,
-        [(law, of) for law, of in asked if only is None or law.name in only],
+        only=only,
         expected_failures=expected_failures,
         max_examples=max_examples,
         seed=seed,
         time_budget=time_budget,
         progress=progress,
     )
-    if isinstance(checked, OwnStep):
-        report = dataclasses.replace(report, outcomes=tuple(_with_gates(o, checked, seed) for o in report.outcomes))
     if not report.passed:
         raise ConformanceError(report)
     return report
+
+
+def ask_variant(
+    checked: Layer | OwnStep,
+    *,
+    only: Collection[str] | None = None,
+    expected_failures: Collection[str] = (),
+    seed: int = 0,
+    **options: Any,
+) -> Report:
+    """`check_variant` that returns the report, whatever is in it."""
+    asked = _variant_laws(checked, only, expected_failures)
+    report = ask_all(checked, asked, expected_failures=expected_failures, seed=seed, **options)
+    if isinstance(checked, OwnStep):
+        report = dataclasses.replace(report, outcomes=tuple(_with_gates(o, checked, seed) for o in report.outcomes))
+    return report
+
+
+def _variant_laws(
+    checked: Layer | OwnStep, only: Collection[str] | None, expected_failures: Collection[str]
+) -> list[tuple[Law, Any]]:
+    """Each law of a layer or a step with what it is asked of: laws of its gates of our operator."""
+    laws = STEP_LAWS if isinstance(checked, OwnStep) else LAYER_LAWS
+    for names in (only or (), expected_failures):
+        check_names(names, {**laws, **{name: LAWS[name] for name in _OF_GATES}})
+    asked: list[tuple[Law, Any]] = [(law, checked) for law in laws.values()]
+    if isinstance(checked, Layer) and checked.variant is not None:
+        operator = implementation(Chunked(), Capabilities.of(checked.variant))
+        asked += [(LAWS[name], operator) for name in _OF_GATES]
+    return [(law, of) for law, of in asked if only is None or law.name in only]
 
 
 def _with_gates(outcome: Outcome, step: OwnStep, seed: int) -> Outcome:
@@ -502,6 +545,10 @@ def conformance_suite(
     *,
     capabilities: Capabilities | None = None,
     variants: Iterable[Variant | str] | None = None,
+    gates: RandomGates | str | None = None,
+    chunked: Callable[[Any, Any], tuple[Any, Any]] | None = None,
+    initial_state: Callable[[], Any] | None = None,
+    model: int | None = None,
     only: Collection[str] | None = None,
     expected_failures: Collection[str] = (),
     max_examples: int = 25,
@@ -510,25 +557,34 @@ def conformance_suite(
 ) -> Callable[..., None]:
     """A pytest test for every law: `test_mine = conformance_suite(my_backend)` in a file of tests is all it takes.
 
-    Arguments as for `check_backend`. A law that is not offered is skipped with its reason; an expected failure is an
-    xfail, and fails when it passes.
+    The subject is one of `check_backend`; or one of `check_variant`: a `Variant`, a `MixerConfig`, a layer, or a step
+    with its `gates`. Arguments as for these. A law that is not offered is skipped with its reason; an expected failure
+    is an xfail, and fails when it passes.
     """
     import pytest
 
-    checked = limited(implementation(subject, capabilities), variants, x64)
-    check_names(LAWS if only is None else only)
-    check_names(expected_failures)
-    names = list(LAWS if only is None else only)
+    if gates is not None or is_variant(subject):
+        if capabilities is not None or variants is not None or x64:
+            raise TypeError(
+                "`capabilities`, `variants` and `x64` limit a kernel: a layer or a step is asked every law."
+            )
+        checked = variant_subject(subject, gates=gates, chunked=chunked, initial_state=initial_state, model=model)
+        asked = {law.name: (law, of) for law, of in _variant_laws(checked, only, expected_failures)}
+    else:
+        kernel = limited(implementation(subject, capabilities), variants, x64)
+        check_names(LAWS if only is None else only)
+        check_names(expected_failures)
+        asked = {name: (LAWS[name], kernel) for name in (LAWS if only is None else only)}
 
-    @pytest.mark.parametrize("law", names)
+    @pytest.mark.parametrize("law", list(asked))
     def test_conformance(law: str):
-        outcome = ask_law(LAWS[law], checked, max_examples=max_examples, seed=seed)
+        outcome = ask_law(*asked[law], max_examples=max_examples, seed=seed)
         outcome = _as_expected(outcome, law in expected_failures)
         if outcome.status == "not offered":
             pytest.skip(outcome.message)
         if outcome.status == "expected failure":
             pytest.xfail(outcome.message)
         if not outcome.is_good:
-            pytest.fail(f"{outcome.message}\n  {outcome.line}", pytrace=False)
+            pytest.fail("\n".join(filter(None, (outcome.failure, outcome.repeat))), pytrace=False)
 
     return test_conformance

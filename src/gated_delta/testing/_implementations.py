@@ -15,9 +15,11 @@ from gated_delta._backend import AbstractBackend
 from gated_delta._chunked import Chunked
 from gated_delta._op import gated_delta
 from gated_delta._step import gated_delta_step
+from gated_delta._variant import MixerConfig, Variant
 
 from ._capabilities import Capabilities
 from ._compare import results, why_not
+from ._naming import import_of, imports_of_call, keywords_note
 from ._random import RandomProblem
 from ._run import GATES, Results, check_results, differentiated, forward_only, in_numpy, named, split
 
@@ -47,6 +49,10 @@ class Implementation:
     """`refusal(problem)` says why it declines a problem that its capabilities allow, or `None`."""
     imports: str = ""
     """Python that makes `name` known."""
+    how: str = "{name}"
+    """Python that makes it again of what has its name, such as `plain({name}, framework="numpy")`."""
+    note: str = ""
+    """What its report says in a line, whatever comes of it."""
     words: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """What it calls otherwise than we do in messages, such as `d_beta` for `d_erase`."""
 
@@ -60,6 +66,9 @@ def implementation(subject: Any, capabilities: Capabilities | None = None) -> Im
         return subject if capabilities is None else dataclasses.replace(subject, capabilities=capabilities)
     if isinstance(subject, AbstractBackend):
         return _of_backend(subject, capabilities or Capabilities())
+    if isinstance(subject, (Variant, MixerConfig)) or hasattr(subject, "init_state"):
+        kind = repr(subject) if isinstance(subject, Variant) else f"A `{type(subject).__name__}`"
+        raise TypeError(f"{kind} is no implementation of the operator: `check_variant` asks variants and layers.")
     if inspect.isclass(subject) or not callable(subject):
         called = f", such as `{subject.__name__}()`" if inspect.isclass(subject) else ""
         raise TypeError(f"A backend{called}, a function or an `Implementation` can be checked, but {subject!r} came.")
@@ -91,7 +100,8 @@ def _of_backend_alone(backend: AbstractBackend, capabilities: Capabilities) -> I
         return refused(problem.shapes)
 
     run = functools.partial(results, backend) if capabilities.gradients else forward_only(traceable)
-    return Implementation(str(backend), capabilities, run, traceable, _step, refusal=refusal)
+    imports = imports_of_call(str(backend), type(backend).__module__)
+    return Implementation(str(backend), capabilities, run, traceable, _step, refusal=refusal, imports=imports)
 
 
 @jax.jit
@@ -100,6 +110,10 @@ def _step(q, k, v, gates, state):
 
 
 # ---- functions of others ---------------------------------------------------------------------------------------------
+
+
+_OF_CHECKS = ("final_state", "gradients", "contains", "max_decay")
+"""Capabilities on which the check of a case depends; the others say which cases there are."""
 
 
 def plain(
@@ -125,7 +139,15 @@ def plain(
         offered = Capabilities.from_signature(function, gradients=framework != "numpy")
     else:
         offered = capabilities.within(function)
-    return _adapt(function, offered, framework, name, _call_plainly, step and _one_token(step, framework))
+    adapted = _adapt(function, offered, framework, name, _call_plainly, step and _one_token(step, framework))
+    said = [] if framework == "jax" else [f'framework="{framework}"']
+    default = Capabilities.from_signature(function, gradients=framework != "numpy")
+    less = [x for x in _OF_CHECKS if getattr(offered, x) != getattr(default, x)]
+    if less:
+        less = [x for x in _OF_CHECKS if getattr(offered, x) != getattr(Capabilities, x)]
+        said.append(f"capabilities=Capabilities({', '.join(f'{x}={getattr(offered, x)!r}' for x in less)})")
+    how = f"plain({{name}}, {', '.join(said)})" if said and name is None else "{name}"
+    return dataclasses.replace(adapted, how=how)
 
 
 def fla_style(
@@ -156,7 +178,9 @@ def fla_style(
             padding=False,
             state="initial_state" in names,
         )
-    return _adapt(function, capabilities, framework, name, _call_as_fla, None)
+    adapted = _adapt(function, capabilities, framework, name, _call_as_fla, None)
+    how = "fla_style({name})" if framework == "torch" else f'fla_style({{name}}, framework="{framework}")'
+    return dataclasses.replace(adapted, how=how if name is None else "{name}")
 
 
 def tokamax_style(
@@ -189,7 +213,11 @@ def tokamax_style(
             zero_decay=lower_bound is None,
         )
     translate = functools.partial(_call_as_tokamax, lower_bound=lower_bound)
-    return _adapt(function, capabilities, framework, name, translate, None)
+    adapted = _adapt(function, capabilities, framework, name, translate, None)
+    said = [] if lower_bound is None else [f"lower_bound={lower_bound}"]
+    said += [] if framework == "jax" else [f'framework="{framework}"']
+    how = f"tokamax_style({', '.join(('{name}', *said))})"
+    return dataclasses.replace(adapted, how=how if name is None else "{name}")
 
 
 def _call_plainly(function, arrays, options):
@@ -289,11 +317,13 @@ def _adapt(function, capabilities, framework, name, translate, step) -> Implemen
             )
         return out, final
 
-    module = getattr(function, "__module__", None)
+    parameters = inspect.signature(function).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     more: dict[str, Any] = {
         "step": step,
-        "imports": f"from {module} import {name}" if getattr(function, "__qualname__", None) == name else "",
-        "words": {"d_erase": "d_beta"} if "beta" in inspect.signature(function).parameters else {},
+        "imports": import_of(function, name),
+        "words": {"d_erase": "d_beta"} if "beta" in parameters else {},
+        "note": keywords_note(name, capabilities) if takes_any and translate is _call_plainly else "",
     }
     if framework == "jax":
         run = differentiated(call) if capabilities.gradients else forward_only(call)

@@ -55,6 +55,8 @@ class OwnStep:
     initial_state: Callable[[], Any] | None = None
     key_dim: int = 6
     value_dim: int = 5
+    imports: str = ""
+    how: str = "{name}"
 
     @staticmethod
     def refusal(problem: RandomProblem) -> None:

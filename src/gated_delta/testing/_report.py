@@ -5,6 +5,8 @@ import json
 from typing import Any, Literal
 from xml.etree import ElementTree
 
+from ._naming import imports_of
+
 Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not offered", "interrupted"]
 
 _STYLES = {
@@ -17,6 +19,10 @@ _STYLES = {
 }
 
 
+SIZES = ("key_dim", "value_dim", "time", "key_heads", "value_heads")
+"""What a report tells of the problems that were asked."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     """What came of one law.
@@ -24,6 +30,9 @@ class Outcome:
     - `examples`: how many cases were checked. `worst`: the largest error of all that passed, in budgets.
     - `message`: why it failed, or why it was not asked (to the end, where Ctrl-C interrupted it).
     - `line`: for a failure, one line of Python that repeats its smallest case.
+    - `sizes`: of the problems that were asked: `SIZES` of each.
+    - `imports`: Python that makes the name of what was checked known to `line`.
+    - `raised`, `given`: where the kernel raised, and the arrays of the problem, for a failure that is an exception.
     """
 
     law: str
@@ -33,6 +42,21 @@ class Outcome:
     seconds: float = 0.0
     message: str = ""
     line: str = ""
+    sizes: tuple[tuple[int, ...], ...] = ()
+    imports: str = ""
+    raised: str = ""
+    given: str = ""
+
+    @property
+    def failure(self) -> str:
+        """What is wrong, over where it was raised and the line that repeats it."""
+        raised = f"raised at {self.raised}, given {self.given}" if self.raised else ""
+        return "\n  ".join(filter(None, (self.message or self.status, raised, self.line)))
+
+    @property
+    def repeat(self) -> str:
+        """What has to be imported for `line`; nothing where there is none."""
+        return f"To repeat a failure: {imports_of([self.line], [self.imports])}" if self.line else ""
 
     @property
     def is_good(self) -> bool:
@@ -50,8 +74,8 @@ class Report:
     name: str
     outcomes: tuple[Outcome, ...]
     seed: int
-    imports: str = ""
-    """Python that makes the names in the lines of failures known."""
+    notes: tuple[str, ...] = ()
+    """What else is to be said, a line each."""
 
     @property
     def passed(self) -> bool:
@@ -68,15 +92,28 @@ class Report:
         return sum(outcome.seconds for outcome in self.outcomes)
 
     @property
+    def sizes(self) -> str:
+        """One line with every size that was asked; nothing where laws draw no problems of the operator."""
+        asked = {size for outcome in self.outcomes for size in outcome.sizes}
+        if not asked:
+            return ""
+        columns = (", ".join(map(str, sorted(set(column)))) for column in zip(*asked))
+        said = "; ".join(f"{name} {column}" for name, column in zip(SIZES[:3], columns))
+        heads = ", ".join(f"{keys} and {values}" for keys, values in sorted({size[3:] for size in asked}))
+        return f"Sizes asked: {said}; key and value heads {heads}."
+
+    @property
     def summary(self) -> str:
         counts = {status: sum(o.status == status for o in self.outcomes) for status in _STYLES}
         said = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
         lines = [f"{self.name}: {said}; {self.examples} examples in {self.seconds:.0f} s, seed {self.seed}"]
         if counts["not offered"] == len(self.outcomes):
             lines.append("Nothing that was asked for is offered, so nothing is shown: this does not pass.")
+        lines += [self.sizes] if self.sizes else []
         once = sum(o.examples == 1 and o.status == "passed" for o in self.outcomes)
         if once:
             lines.append(f"{once} of the laws that passed had one example only.")
+        lines += self.notes
         return "\n".join(lines)
 
     def rows(self) -> list[tuple[str, ...]]:
@@ -95,16 +132,17 @@ class Report:
 
     def failures(self) -> list[str]:
         """Every failure: what is wrong, and the line that repeats it. Laws that fail alike are one."""
-        alike: dict[str, list[Outcome]] = {}
+        alike: dict[tuple[str, str], list[Outcome]] = {}
         for outcome in self.outcomes:
             if outcome.is_failure:
-                alike.setdefault(outcome.message or outcome.status, []).append(outcome)
-        found = [
-            f"{', '.join(o.law for o in outcomes)}: {message}" + (f"\n  {outcomes[0].line}" if outcomes[0].line else "")
-            for message, outcomes in alike.items()
-        ]
-        is_line = any(o.line for outcomes in alike.values() for o in outcomes)
-        return [f"To repeat a failure: {self.imports}", *found] if is_line and self.imports else found
+                what = outcome.message or outcome.status
+                if outcome.raised:  # one exception at one place is one failure, whatever shapes it speaks of
+                    what = what.partition(":")[0]
+                alike.setdefault((outcome.raised, what), []).append(outcome)
+        found = [f"{', '.join(o.law for o in outcomes)}: {outcomes[0].failure}" for outcomes in alike.values()]
+        shown = [outcomes[0] for outcomes in alike.values() if outcomes[0].line]
+        imports = imports_of([o.line for o in shown], [o.imports for o in shown])
+        return [f"To repeat a failure: {imports}", *found] if shown else found
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self.rows()]
@@ -147,7 +185,7 @@ class Report:
             )
             if outcome in bad:
                 failure = ElementTree.SubElement(case, "failure", message=(outcome.message or outcome.status)[:200])
-                failure.text = f"{outcome.message}\n{outcome.line}"
+                failure.text = "\n".join(filter(None, (outcome.failure, outcome.repeat)))
             elif outcome in idle:
                 ElementTree.SubElement(case, "skipped", message=f"{outcome.status}: {outcome.message}"[:200])
         return ElementTree.tostring(suite, encoding="us-ascii", xml_declaration=True).decode()

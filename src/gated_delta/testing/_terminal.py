@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from gated_delta._backend import AbstractBackend
-from gated_delta._variant import MixerConfig, Variant
+from gated_delta._variant import Variant
 
-from ._conformance import ConformanceError, Interrupted, ask, ask_law, check_variant
+from ._capabilities import Capabilities
+from ._conformance import Interrupted, ask, ask_law, ask_variant
 from ._implementations import Implementation, implementation
-from ._own_step import OwnStep
 from ._report import Report
+from ._subjects import is_variant, variant_subject
 from .laws import LAWS, LAYER_LAWS, STEP_LAWS, Layer
 
 
@@ -75,7 +76,7 @@ def _report(
         seed=options.seed,
         time_budget=seconds,
     )
-    is_new = isinstance(subject, (Variant, MixerConfig, Layer, OwnStep)) or hasattr(subject, "init_state")
+    is_new = options.gates is not None or is_variant(subject)
     columns = (
         TextColumn("{task.fields[law]}"),
         BarColumn(),
@@ -95,17 +96,46 @@ def _report(
             done[law] = share
             bar.update(task, total=max(laws, len(done)), completed=len(done) - 1 + share, law=law)
 
+        shared["progress"] = progress
         if is_new:
-            try:
-                return check_variant(subject, **shared, progress=progress)
-            except ConformanceError as error:
-                return error.report
-        checked = implementation(subject)
-        if options.target is not None and not isinstance(subject, AbstractBackend):  # what was typed can be pasted
-            module, _, path = options.target.partition(":")
-            imports = f"from {module} import {path.partition('.')[0]}"
-            checked = dataclasses.replace(checked, name=path, imports=imports)
-        return ask(checked, **shared, variants=variants, x64=options.x64, progress=progress)
+            if limits(options):
+                raise ValueError("--dtypes, --without and sizes limit a kernel: a layer or a step is asked every law")
+            return ask_variant(_named(variant_subject(subject, gates=options.gates), subject, options), **shared)
+        checked = _named(_limited(subject, limits(options)), subject, options)
+        return ask(checked, **shared, variants=variants, x64=options.x64)
+
+
+def _named(checked: Any, subject: Any, options: Any) -> Any:
+    """What was typed is what its lines say."""
+    if options.target is None or isinstance(subject, AbstractBackend):
+        return checked
+    module, _, path = options.target.partition(":")
+    is_made = isinstance(subject, Implementation) or isinstance(checked, Layer)  # the object of that name is it
+    how = "{name}" if is_made else checked.how
+    return dataclasses.replace(checked, name=path, imports=f"from {module} import {path.partition('.')[0]}", how=how)
+
+
+def limits(options: Any) -> dict[str, Any]:
+    """Fields of `Capabilities` that were typed."""
+    given = {
+        name: getattr(options, name) for name in ("dtypes", "key_dims", "value_dims", "time_multiple", "max_decay")
+    }
+    without = {name: () if name == "packing" else False for name in options.without}
+    return {name: x for name, x in given.items() if x is not None} | without
+
+
+def _limited(subject: Any, less: dict[str, Any]) -> Implementation:
+    if not less:
+        return implementation(subject)
+    if isinstance(subject, Implementation):
+        if {"gradients", "final_state"} & set(less):
+            raise ValueError(
+                "what has no gradients or final state says so where its adapter is called: `capabilities=...`"
+            )
+        return dataclasses.replace(subject, capabilities=dataclasses.replace(subject.capabilities, **less))
+    if isinstance(subject, AbstractBackend):
+        return implementation(subject, Capabilities(**less))
+    return implementation(subject, Capabilities.from_signature(subject, **less))
 
 
 def _is_interpreted(subject: Any) -> bool:

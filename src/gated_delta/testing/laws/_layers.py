@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from gated_delta._chunked import Chunked
 from gated_delta._params import cast_params
 from gated_delta._recurrent import Recurrent
+from gated_delta._variant import Variant
 from gated_delta.testing._strategies import segment_ids
 
 from ._law import Law, cases, law, same_bits
@@ -30,11 +31,17 @@ _OPTIONS = {"xla_backend_optimization_level": 0, "xla_cpu_parallel_codegen_split
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A layer to check: `layer(x, state)` gives `(out, state)`, and so does `layer.step` for one token."""
+    """A layer to check: `layer(x, state)` gives `(out, state)`, and so does `layer.step` for one token.
+
+    `imports` and `how`: as those of an `Implementation`. `variant`: where it has one, what its gates are.
+    """
 
     name: str
     layer: Any
     model: int
+    imports: str = ""
+    how: str = "{name}"
+    variant: Variant | None = None
 
     @staticmethod
     def refusal(problem) -> None:
