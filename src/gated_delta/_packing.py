@@ -91,7 +91,8 @@ def check_ids(ids, num_segments, checked, name: str = "segment_ids"):
         falls = (values < np.maximum.accumulate(values, axis=1)) & (values >= 0)
         if falls.any():
             row, position = (int(i) for i in np.argwhere(falls)[0])
-            raise ValueError(f"{rises}, but row {row} falls to {values[row, position]} at token {position}.")
+            to_do = "" if values[row, position] else f" Where 0 is padding, pass `jnp.where({name} == 0, -1, {name})`."
+            raise ValueError(f"{rises}, but row {row} falls to {values[row, position]} at token {position}.{to_do}")
     elif checked:
         ids = eqx.error_if(ids, (ids < lax.cummax(ids, axis=1)) & (ids >= 0), f"{rises}, but those of this call fall.")
         if num_segments is not None and num_segments <= jnp.iinfo(ids.dtype).max:

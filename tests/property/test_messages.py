@@ -375,7 +375,12 @@ ERRORS = {
     "ids fall": (
         call(segment_ids=ids([0] * T, [0, 3, -1, 2, 3])),
         ValueError,
-        r"`segment_ids` must rise along time .* but row 1 falls to 2 at token 3",
+        r"`segment_ids` must rise along time .* but row 1 falls to 2 at token 3.$",
+    ),
+    "ids padded by 0": (
+        layer("mixer", lambda m: m(X, segment_ids=ids([0] * T, [1, 1, 2, 0, 0]))),
+        ValueError,
+        r"falls to 0 at token 3. Where 0 is padding, pass `jnp.where\(segment_ids == 0, -1, segment_ids\)`",
     ),
     "ids too large": (
         call(segment_ids=ids([0] * T, [0, 0, 0, 0, 7]), num_segments=2),
