@@ -1266,9 +1266,12 @@ def _between_documents(factors: Factors, shared: Shared) -> Factors:
     values, overflow = each(_zero_overflow, factors.values)
     scores, misread = each(_zero_overflow, factors.scores)
     erase_keys, pairs, inverse = factors.erase_keys, factors.pairs, factors.inverse
+    # Before rows are cut off: of a document's first token no other product shows its erase gate, nor its decay.
+    queries, unread = each(_zero_overflow, factors.queries)
+    misread = each(jnp.logical_or, misread, unread)
     if erase_keys is not None:
-        rows = each(lambda x: jnp.where(shared.enters, x, 0), erase_keys)
-        erase_keys, lost = each(_zero_overflow, rows)
+        erase_keys, lost = each(_zero_overflow, erase_keys)
+        erase_keys = each(lambda x: jnp.where(shared.enters, x, 0), erase_keys)
         pairs, broken = each(_zero_overflow, pairs)
         overflow = each(lambda *x: functools.reduce(jnp.logical_or, x), overflow, lost, broken)
     dtype = first(factors.values).dtype
@@ -1279,7 +1282,7 @@ def _between_documents(factors: Factors, shared: Shared) -> Factors:
         decay = each(lambda x: jnp.where(shared.carries, x, 0), factors.decay)
     return dataclasses.replace(
         factors,
-        queries=each(lambda x: jnp.where(shared.enters, x, 0), factors.queries),
+        queries=each(lambda x: jnp.where(shared.enters, x, 0), queries),
         keys=each(lambda x: jnp.where(shared.stays, x, 0), factors.keys),
         scores=scores,
         values=values,

@@ -147,3 +147,20 @@ def test_a_bad_token_spoils_only_what_it_does_elsewhere(name, problem):
     for key, x in wanted.items():
         np.testing.assert_array_equal(np.isnan(actual[key]), np.isnan(x), err_msg=key)
         np.testing.assert_allclose(actual[key], x, rtol=0, atol=2e-5 * np.nanmax(np.abs(x)), err_msg=key)
+
+
+@pytest.mark.parametrize("name, lengths, token", [("erase", (5, 27), 5), ("log_decay", (1,) * 32, 21)])
+def test_a_bad_gate_of_a_first_token_shows_where_documents_share_chunks(name, lengths, token):
+    """Nothing that the document reads is multiplied by it, and no score of the token alone has it."""
+    gates = RandomGates(decay="channel", erase="channel", write="channel")
+    problem = RandomProblem(time=32, key_dim=4, value_dim=5, documents=(lengths,), gates=gates, seed=3)
+    arguments, cotangents = problem.arguments(), problem.cotangents("float32", "float32")
+    gate = np.array(getattr(arguments["gates"], name))
+    gate[0, token, 0, 1] = np.nan
+    arguments["gates"] = dataclasses.replace(arguments["gates"], **{name: gate})
+    actual, wanted = (results(backend, arguments, cotangents) for backend in (KERNEL, Chunked(16)))
+    document = problem.segment_ids == problem.segment_ids[0, token]
+    np.testing.assert_array_equal(np.isnan(wanted["out"]).all((2, 3)), document)
+    for key, x in wanted.items():
+        np.testing.assert_array_equal(np.isnan(actual[key]), np.isnan(x), err_msg=key)
+        np.testing.assert_allclose(actual[key], x, rtol=0, atol=2e-5 * np.nanmax(np.abs(x), initial=0), err_msg=key)
