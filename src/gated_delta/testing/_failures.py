@@ -1,6 +1,7 @@
 """What is said of a kernel that raises: where and with what arrays, and for which kinds of gates."""
 
 import dataclasses
+import inspect
 import sysconfig
 import traceback
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from ._capabilities import gates_of
 from ._compare import state_dtype
 from ._implementations import Implementation
 from ._random import RandomGates, RandomProblem
+from .laws import Law
 
 _TOOLKIT = Path(__file__).resolve().parent
 _OTHERS = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
@@ -21,10 +23,13 @@ _OTHERS = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
 # ---- an exception ----------------------------------------------------------------------------------------------------
 
 
-def is_found_by_the_toolkit(failure: Exception) -> bool:
-    """Whether it is what a law says, and not what a kernel raises (which may assert, too)."""
+def is_said_by_the_law(failure: Exception, law: Law) -> bool:
+    """Whether it is what a law, of ours or another, says, and not what a kernel raises (which may assert, too)."""
     frames = traceback.extract_tb(failure.__traceback__)
-    return isinstance(failure, AssertionError) and (not frames or _is_under(frames[-1].filename, _TOOLKIT))
+    if not isinstance(failure, AssertionError) or not frames:
+        return isinstance(failure, AssertionError)
+    place = frames[-1].filename
+    return _is_under(place, _TOOLKIT) or place == inspect.unwrap(law.check).__code__.co_filename
 
 
 def place_of(failure: Exception) -> str:
@@ -45,8 +50,7 @@ def place_of(failure: Exception) -> str:
 
 
 def message_of(failure: Exception) -> str:
-    if is_found_by_the_toolkit(failure):
-        return str(failure)
+    """Its kind and what it says; of a bare assertion, its line."""
     frames = traceback.extract_tb(failure.__traceback__)
     said = str(failure) or (frames[-1].line if frames else "")
     return f"{type(failure).__name__}: {said}"
