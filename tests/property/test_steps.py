@@ -243,6 +243,24 @@ def test_rows_that_a_vmap_maps_are_rows(backend):
         np.testing.assert_allclose(actual[:, 0], wanted, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", [Recurrent(), KERNEL], ids=["xla", "kernel"])
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=["pools", "slots", "both"])
+def test_pools_that_a_vmap_maps_stay_apart(backend, axes):
+    token, state = token_of(problem_of("gdn"))
+    pools = np.stack([pool_of(state), pool_of(2 * state)])
+    slots = np.stack([SLOTS, SLOTS[::-1]])
+
+    def step(pool, slots):
+        return gated_delta_step(**token, state=pool, slots=slots, backend=backend)
+
+    given = [x if axis == 0 else x[0] for x, axis in zip((pools, slots), axes)]
+    out, new = map(np.asarray, quick_jit(jax.vmap(step, axes))(*given))
+    for member in range(2):
+        own = [x[member if axis == 0 else 0] for x, axis in zip((pools, slots), axes)]
+        for actual, wanted in zip((out[member], new[member]), stepper(backend)(**token, state=own[0], slots=own[1])):
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_a_donated_pool_is_updated_in_place():
     token, state = token_of(problem_of("gdn", key_dim=32, value_dim=32))
     pool = jnp.zeros((64, *state.shape[1:]))

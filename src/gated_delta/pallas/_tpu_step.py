@@ -216,8 +216,29 @@ def step(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _step(how, floats, integers):
-    has_slots = eqx.combine(floats, integers, how[2])[2] is not None
-    return _run(how, floats, integers) if has_slots else by_rows(_run, how, floats, integers)
+    slots = integers[2]
+    return by_rows(_run, how, floats, integers) if slots is None else _by_pools(how, floats, integers)
+
+
+def _by_pools(how, floats, integers):
+    """`_run` with slots: of a mapped axis the rows become rows, and the pools of its members one pool."""
+    call = jax.custom_batching.custom_vmap(functools.partial(_run, how))
+
+    @call.def_vmap
+    def _(size, is_mapped, *arguments):
+        def spread(x, is_mapped):
+            return x if is_mapped else jnp.broadcast_to(x[None], (size, *x.shape))
+
+        floats, integers = jax.tree.map(spread, arguments, tuple(is_mapped))
+        count, slots = floats[1].shape[1], integers[2]
+        behind = count * jnp.arange(size, dtype=jnp.int32)[:, None]  # the pools of earlier members
+        slots = jnp.where(is_slot(slots, count), slots.astype(jnp.int32) + behind, -1)
+        arguments = floats, (*integers[:2], slots, *integers[3:])
+        merged = jax.tree.map(lambda x: x.reshape(size * x.shape[1], *x.shape[2:]), arguments)
+        out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), _by_pools(how, *merged))
+        return out, jax.tree.map(lambda _: True, out)
+
+    return call(floats, integers)
 
 
 def _run(how, floats, integers):
