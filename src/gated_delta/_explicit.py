@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, cast
 
+import equinox as eqx
 import jax
 from jax import lax
 from jax.sharding import AxisType
@@ -45,10 +46,12 @@ def explicit_spec(x: Any) -> tuple:
 def varying_alike(arrays: Any) -> Any:
     """All arrays of a tree varying over the manual mesh axes that any of them varies over.
 
-    So their cotangents are, and what is summed over devices (those of parameters) is summed outside of any branch.
+    So their cotangents are, and what is summed over devices (those of parameters) is summed outside of any branch. And
+    a state that is the same on all devices can be the carry of a loop over what is not.
     """
+    arrays, rest = eqx.partition(arrays, eqx.is_array)
     axes = frozenset().union(*(manual_axes(x) for x in jax.tree.leaves(arrays)))
-    return jax.tree.map(lambda x: varying(x, axes), arrays)
+    return eqx.combine(jax.tree.map(lambda x: varying(x, axes), arrays), rest)
 
 
 def varying(x: jax.Array, axes: frozenset) -> jax.Array:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from ._backend import AbstractBackend, Problem
 from ._dispatch import choose, explain_problem, explain_step
 from ._explanation import Explanation
-from ._explicit import is_sharded_explicitly, with_automatic_axes
+from ._explicit import is_sharded_explicitly, varying_alike, with_automatic_axes
 from ._finite import contained
 from ._gates import Gates
 from ._options import check_precision, check_scale
@@ -170,7 +170,7 @@ def _run(arrays, num_segments, options, qk_norm, backend):
 @eqx.filter_jit
 def _execute(backend: AbstractBackend, call: "_Call"):
     """Under `jit` by itself, because a call outside `jit` would else compile its loop over chunks anew every time."""
-    problem = call.problem
+    problem = varying_alike(call.problem)
     assert problem is not None
     problem = problem if backend.takes_raw else problem.activated()
     return call.finish(backend(problem) if backend.contains else contained(backend, problem))

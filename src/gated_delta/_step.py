@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from ._backend import AbstractBackend, AbstractStepper, Problem
 from ._dispatch import choose_stepper
-from ._explicit import is_sharded_explicitly, with_automatic_axes
+from ._explicit import is_sharded_explicitly, varying_alike, with_automatic_axes
 from ._gates import Gates
 from ._op import _check_gates_type, _check_raw, _prepare, with_time
 from ._raw_gates import RawGates
@@ -120,6 +120,7 @@ def _run(arrays, scale, checked, qk_norm, backend):
 @eqx.filter_jit
 def _execute(backend: AbstractStepper, problem: Problem, state, slots, fresh):
     """Under `jit` by itself, for calls outside of it."""
+    problem, state, slots, fresh = varying_alike((problem, state, slots, fresh))
     problem = problem if backend.takes_raw else problem.activated()
     return backend.step(problem, state, slots, fresh)
 

@@ -5,12 +5,13 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from gated_delta import Chunked, Recurrent, gated_delta
+from gated_delta import Chunked, Recurrent, _recurrent, gated_delta, gated_delta_step
 from gated_delta.sharding import PerDevice
 from gated_delta.testing import RandomGates, RandomProblem, assert_close, collectives, expected, quick_jit
 
@@ -100,6 +101,60 @@ def test_inside_shard_map_each_device_does_its_rows_and_heads(kind, backend, gat
     with jax.set_mesh(here):
         arguments, cotangents = placed(here, problem.arguments(), problem.cotangents("float32", "float32"))
         check(problem, run_apart(local, arguments, cotangents))
+
+
+@pytest.mark.parametrize(
+    "backend", [Recurrent(), Chunked(16), pytest.param(INTERPRETED, marks=pytest.mark.slow)], ids=str
+)
+@pytest.mark.parametrize("own", ["v", "initial_state", "segment_ids"])
+def test_what_differs_from_device_to_device_may_stand_beside_what_does_not(backend, own):
+    """One argument is each device's own, all others are the same on both: their cotangents are summed."""
+    problem, here = problem_of("key", packed=own == "segment_ids"), make_any_mesh((2,), ("rows",), AxisType.Auto)
+    arguments = {
+        name: x if name == own else jax.tree.map(lambda x: x[:1], x) for name, x in problem.arguments().items()
+    }
+    cotangents = problem.cotangents("float32", "float32")
+
+    def over_rows(run):
+        specs = {name: P("rows") if name == own else P() for name in arguments}
+        gradients = {name: spec for name, spec in specs.items() if name != "segment_ids"}
+        return jax.shard_map(run, mesh=here, in_specs=(specs, P("rows")), out_specs=(P("rows"), gradients))
+
+    def at_once(arguments, cotangents):
+        def widened(arguments):
+            return {
+                name: x if name == own else jax.tree.map(lambda x: jnp.repeat(x, 2, axis=0), x)
+                for name, x in arguments.items()
+            }
+
+        integers = {name: x for name, x in arguments.items() if name == "segment_ids"}
+        floats = {name: x for name, x in arguments.items() if name not in integers}
+        out, pull = jax.vjp(lambda floats: gated_delta(**widened(floats | integers), backend=Recurrent()), floats)
+        return out, pull(cotangents)[0]
+
+    actual = quick_jit(over_rows(functools.partial(forward_and_backward, backend)))(arguments, cotangents)
+    wanted = quick_jit(at_once)(arguments, cotangents)
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(actual)]
+    actual, wanted = (dict(zip(names, map(np.asarray, jax.tree.leaves(x)))) for x in (actual, wanted))
+    assert_close(actual, wanted, problem)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_one_token_beside_states_that_all_devices_share(large, monkeypatch):
+    monkeypatch.setattr(_recurrent, "_CACHE_BYTES", 0 if large else 2**25)
+    problem, here = dataclasses.replace(problem_of("key"), time=1), make_any_mesh((2,), ("rows",), AxisType.Auto)
+    arguments = problem.arguments()
+    state = arguments.pop("initial_state")[:1]
+    token = jax.tree.map(lambda x: x[:, 0], arguments)
+
+    def step(token, state):
+        return gated_delta_step(**token, state=state)
+
+    local = jax.shard_map(step, mesh=here, in_specs=(P("rows"), P()), out_specs=P("rows"))
+    actual = quick_jit(local)(token, state)
+    wanted = gated_delta(**arguments, initial_state=jnp.repeat(state, 2, axis=0), backend=Recurrent())
+    names = ("out", "final_state")
+    assert_close(dict(zip(names, (actual[0][:, None], actual[1]))), dict(zip(names, wanted)), problem)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
