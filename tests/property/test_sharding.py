@@ -3,6 +3,7 @@ sends anything to another."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,7 +146,7 @@ def test_one_token_beside_states_that_all_devices_share(large, monkeypatch):
     problem, here = dataclasses.replace(problem_of("key"), time=1), make_any_mesh((2,), ("rows",), AxisType.Auto)
     arguments = problem.arguments()
     state = arguments.pop("initial_state")[:1]
-    token = jax.tree.map(lambda x: x[:, 0], arguments)
+    token: dict[str, Any] = {name: jax.tree.map(lambda x: x[:, 0], x) for name, x in arguments.items()}
 
     def step(token, state):
         return gated_delta_step(**token, state=state)
