@@ -218,7 +218,7 @@ def test_explicitly_sharded_heads_have_a_state_per_document(packing):
 def test_shapes_are_refused_over_a_mesh_too(kind):
     here = mesh(kind)
     with jax.set_mesh(here):
-        arguments = placed(here, problem_of("none").arguments())
+        arguments: Any = placed(here, problem_of("none").arguments())
         keys = jax.device_put(np.zeros((2, 21, 4, 4), np.float32), NamedSharding(here, ROWS_AND_HEADS))
         with pytest.raises(ValueError, match="multiple of key_heads, but v has 6 and k has 4"):
             gated_delta(**{**arguments, "q": keys, "k": keys})
