@@ -116,9 +116,9 @@ def test_what_a_kernel_does_not_offer_is_not_asked(project, capsys):
             *("recurrence", "dtypes", "extreme_gates"),
             *(["padding"] if target.endswith("Backend") else []),
         }
-        sizes = [size for o in outcomes.values() for size in o["sizes"]]
-        assert {size[0] for size in sizes} <= {8, 16} and {size[1] for size in sizes} == {8}
-        assert all(size[2] % 16 == 0 for size in sizes)
+        sizes = report["sizes"]
+        assert set(sizes["key_dim"]) <= {8, 16} and sizes["value_dim"] == [8]
+        assert all(time % 16 == 0 for time in sizes["time"])
     capsys.readouterr()
     assert (
         main(["check", "my_kernel:stopped", "--dtypes", "float32", "--only", "refusals", "--without", "refuses"]) == 1

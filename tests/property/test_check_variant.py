@@ -149,6 +149,18 @@ def test_a_step_outside_the_family_is_shown_the_token_where_it_departs(step):
     assert "The token: q=[" in str(error.value)
 
 
+def test_a_step_that_raises_is_shown_where_and_with_what():
+    def writes_by_itself(state, token):
+        return state + jnp.outer(token.k, token.write * token.v), token.q @ state
+
+    with pytest.raises(
+        ConformanceError, match=r"unsupported operand type.*, at tests/property/test_check_variant\.py:\d+ "
+    ) as error:
+        check_variant(writes_by_itself, gates="kda", only=["family"], max_examples=1)
+    shapes = "where the token is {'q': (6,), 'k': (6,), 'v': (5,), 'log_decay': (6,), 'erase': (1,)}"
+    assert "in writes_by_itself" in str(error.value) and shapes in str(error.value)
+
+
 def test_a_token_alone_can_be_asked_for_its_gates():
     with jax.enable_x64(True):
         vectors = jax.random.normal(jax.random.key(0), (3, 4), jnp.float64)

@@ -414,10 +414,11 @@ def test_a_report_says_what_was_asked_once_and_that_nothing_was():
         "Sizes asked: key_dim 4; value_dim 3; time 2; key and value heads 1 and 1."
     )
     report = ask(plain(in_plain), variants=["gdn"], only=["gradients", "determinism"], max_examples=4)
-    assert {"8", "64", "128"} <= set(report.sizes.partition(";")[0].removeprefix("Sizes asked: key_dim ").split(", "))
-    assert "300; key and value heads" in report.sizes and "2 and 4" in report.sizes
-    assert report.sizes in str(report) and len(report.sizes.splitlines()) == 1
-    assert [8, 4, 300, 2, 4] in json.loads(report.to_json())["outcomes"][0]["sizes"]
+    sizes = report.sizes()
+    assert {8, 64, 128} <= set(sizes["key_dim"]) and 300 in sizes["time"] and "2 and 4" in sizes["key and value heads"]
+    assert json.loads(report.to_json())["sizes"] == sizes
+    (line,) = [line for line in str(report).splitlines() if line.startswith("Sizes asked: key_dim ")]
+    assert "; value_dim 2, 4, " in line and ", 300; key and value heads " in line
     nothing = ask(implementation(nearly), only=["packing"])
     assert "Nothing that was asked for is offered" in str(nothing) and not nothing.passed
 
@@ -583,6 +584,14 @@ def test_the_line_of_any_failure_runs_as_it_is_pasted(tmp_path, monkeypatch, sub
         assert eval(outcome.line, names) <= 1
     finally:
         sys.modules.pop("my_pasted_kernels", None)
+
+
+def test_a_name_that_is_python_is_the_subject_of_its_lines():
+    """As in `scripts/conformance_peers.py`, whose `peer("maxtext")` makes an implementation."""
+    law, _ = failing_law("recurrence", lambda **case: True)
+    for made in (fla_style(in_fla, framework="jax"), plain(in_plain, capabilities=Capabilities(contains=False))):
+        outcome = ask_law(law, dataclasses.replace(made, name='peer("one")'), max_examples=1, shrink=False)
+        assert outcome.line.startswith('check_law("recurrence", peer("one"), problem=')
 
 
 def test_the_line_of_a_layer_that_has_no_name_says_what_to_put_there():

@@ -16,7 +16,7 @@ from gated_delta._variant import Variant
 
 from ._capabilities import Capabilities
 from ._compare import OffBudget
-from ._failures import arrays_of, gates_that_raise, is_said_by_the_law, message_of, place_of
+from ._failures import arrays_of, gates_that_raise, is_said_by, message_of, place_of
 from ._implementations import Implementation, implementation
 from ._naming import line_of
 from ._own_step import OwnStep, describe_gates
@@ -380,13 +380,13 @@ class _Asking:
             raise
 
     def _keep(self, case: dict[str, Any], failure: Exception):
-        is_plain, words = is_said_by_the_law(failure, self.law), getattr(self.subject, "words", {})
+        is_plain, words = is_said_by(self.law.check, failure), getattr(self.subject, "words", {})
         said = str(failure) if is_plain else message_of(failure)
         for ours, theirs in words.items():
             said = said.replace(ours, theirs)
         self.failing, self.message, self.kind = case, said, _kind(failure)
         self.raised = "" if is_plain else place_of(failure)
-        self.given = arrays_of(case["problem"], words) if self.raised and "problem" in case else "no arrays"
+        self.given = arrays_of(case["problem"], words) if self.raised and "problem" in case else ""
 
     def _try_other_shapes(self):
         """Go from the failing case to ever smaller ones that fail at the same line, until none does or time is up."""

@@ -4,8 +4,9 @@ import dataclasses
 import inspect
 import sysconfig
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from gated_delta import variants as _variants
 from gated_delta._variant import Variant
@@ -14,7 +15,6 @@ from ._capabilities import gates_of
 from ._compare import state_dtype
 from ._implementations import Implementation
 from ._random import RandomGates, RandomProblem
-from .laws import Law
 
 _TOOLKIT = Path(__file__).resolve().parent
 _OTHERS = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
@@ -23,13 +23,13 @@ _OTHERS = (sysconfig.get_paths()["stdlib"], "site-packages", "dist-packages")
 # ---- an exception ----------------------------------------------------------------------------------------------------
 
 
-def is_said_by_the_law(failure: Exception, law: Law) -> bool:
-    """Whether it is what a law, of ours or another, says, and not what a kernel raises (which may assert, too)."""
+def is_said_by(check: Callable[..., Any], failure: Exception) -> bool:
+    """Whether a failure is what the check of a law says, and not what a kernel raises (which may assert, too)."""
     frames = traceback.extract_tb(failure.__traceback__)
     if not isinstance(failure, AssertionError) or not frames:
         return isinstance(failure, AssertionError)
     place = frames[-1].filename
-    return _is_under(place, _TOOLKIT) or place == inspect.unwrap(law.check).__code__.co_filename
+    return _is_under(place, _TOOLKIT) or place == inspect.unwrap(check).__code__.co_filename
 
 
 def place_of(failure: Exception) -> str:

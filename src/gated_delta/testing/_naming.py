@@ -14,7 +14,9 @@ _IN_SOME_LINES = ("Capabilities", "OwnStep", "fla_style", "plain", "tokamax_styl
 
 def line_of(law: str, subject: Any, case: dict[str, Any]) -> str:
     """The Python that repeats a case, once `imports_of` its line is done."""
-    how = getattr(subject, "how", "{name}").replace("{name}", subject.name)
+    how = getattr(subject, "how", "{name}")
+    if "{name}" in how:  # a name that is more than a word, such as `peer("maxtext")`, is all of it
+        how = how.replace("{name}", subject.name) if re.fullmatch(r"[\w.]+", subject.name) else subject.name
     return f'check_law("{law}", {how}{"".join(f", {name}={_code(x)}" for name, x in case.items())})'
 
 

@@ -50,7 +50,7 @@ class Outcome:
     @property
     def failure(self) -> str:
         """What is wrong, over where it was raised and the line that repeats it."""
-        raised = f"raised at {self.raised}, given {self.given}" if self.raised else ""
+        raised = f"raised at {self.raised}" + (f", given {self.given}" if self.given else "") if self.raised else ""
         return "\n  ".join(filter(None, (self.message or self.status, raised, self.line)))
 
     @property
@@ -91,16 +91,12 @@ class Report:
     def seconds(self) -> float:
         return sum(outcome.seconds for outcome in self.outcomes)
 
-    @property
-    def sizes(self) -> str:
-        """One line with every size that was asked; nothing where laws draw no problems of the operator."""
+    def sizes(self) -> dict[str, list[Any]]:
+        """Every size that was asked; nothing where laws draw no problems of the operator."""
         asked = {size for outcome in self.outcomes for size in outcome.sizes}
-        if not asked:
-            return ""
-        columns = (", ".join(map(str, sorted(set(column)))) for column in zip(*asked))
-        said = "; ".join(f"{name} {column}" for name, column in zip(SIZES[:3], columns))
-        heads = ", ".join(f"{keys} and {values}" for keys, values in sorted({size[3:] for size in asked}))
-        return f"Sizes asked: {said}; key and value heads {heads}."
+        found: dict[str, list[Any]] = {name: sorted(set(column)) for name, column in zip(SIZES[:3], zip(*asked))}
+        heads = [f"{keys} and {values}" for keys, values in sorted({size[3:] for size in asked})]
+        return found | ({"key and value heads": heads} if heads else {})
 
     @property
     def summary(self) -> str:
@@ -109,7 +105,8 @@ class Report:
         lines = [f"{self.name}: {said}; {self.examples} examples in {self.seconds:.0f} s, seed {self.seed}"]
         if counts["not offered"] == len(self.outcomes):
             lines.append("Nothing that was asked for is offered, so nothing is shown: this does not pass.")
-        lines += [self.sizes] if self.sizes else []
+        sizes = "; ".join(f"{name} {', '.join(map(str, asked))}" for name, asked in self.sizes().items())
+        lines += [f"Sizes asked: {sizes}."] if sizes else []
         once = sum(o.examples == 1 and o.status == "passed" for o in self.outcomes)
         if once:
             lines.append(f"{once} of the laws that passed had one example only.")
@@ -164,8 +161,10 @@ class Report:
         return Group(table, Text(f"\n{self.summary}"))
 
     def to_json(self) -> str:
-        outcomes = [dataclasses.asdict(outcome) for outcome in self.outcomes]
-        return json.dumps({"name": self.name, "passed": self.passed, "seed": self.seed, "outcomes": outcomes}, indent=2)
+        fields = [dataclasses.asdict(outcome) for outcome in self.outcomes]
+        outcomes = [{name: x for name, x in outcome.items() if name != "sizes"} for outcome in fields]
+        record = {"name": self.name, "passed": self.passed, "seed": self.seed, "notes": self.notes}
+        return json.dumps({**record, "sizes": self.sizes(), "outcomes": outcomes}, indent=2)
 
     def to_junit(self) -> str:
         bad = [outcome for outcome in self.outcomes if not outcome.is_good]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gated_delta._gates import Gates
 from gated_delta._op import gated_delta
 from gated_delta._recurrent import Recurrent
+from gated_delta.testing._failures import place_of
 from gated_delta.testing._own_step import Departure, FoundGates, find_gates, token_at, tokens_of
 from gated_delta.testing._random import enough_bits
 from gated_delta.testing._run import GATES, quick_jit
@@ -39,6 +40,8 @@ def found_gates(subject, problem) -> list[FoundGates]:
             raise Departure(f"token {t} departs from the family: {departure}. The token: {shown}") from None
         except (TypeError, ValueError) as error:
             said = f"a state [key_dim, value_dim] raises {type(error).__name__}: {error}"
+            place, shapes = place_of(error), {name: np.shape(x) for name, x in token._asdict().items() if x is not None}
+            said += f", at {place}, where the token is {shapes}" if place else ""
             raise Departure(f"token {t} departs from the family: {said}") from error
     return found
 
