@@ -84,6 +84,7 @@ def test_a_function_that_is_wrong_fails_and_its_reports_say_how(project, capsys)
     assert main(["check", "my_kernel:wrong", "--only", "recurrence", "--max-examples", "9", *files]) == 1
     said = capsys.readouterr().out
     assert 'check_law("recurrence", wrong, problem=RandomProblem(' in said
+    assert any(line.startswith("Sizes asked: key_dim ") and line.endswith("2 and 6.") for line in said.splitlines())
     (report,) = json.loads(Path("report.json").read_text())
     assert report["name"] == "wrong" and not report["passed"] and report["outcomes"][0]["status"] == "failed"
     suites = ElementTree.parse("report.xml").getroot()

@@ -148,8 +148,13 @@ class Report:
         return "\n".join([self.summary, "", *lines, *(f"\n{failure}" for failure in self.failures())])
 
     def __rich__(self) -> Any:
-        """The table; `failures` are for printing without a line break, so that their lines can be copied."""
         from rich.console import Group
+        from rich.text import Text
+
+        return Group(self.table(), Text(f"\n{self.summary}"))
+
+    def table(self) -> Any:
+        """For rich; `summary` and `failures` are for printing without a line break, so that they can be copied."""
         from rich.table import Table
         from rich.text import Text
 
@@ -158,7 +163,7 @@ class Report:
             table.add_column(name, justify="right" if name in COLUMNS[2:5] else "left", overflow="fold")
         for row in self.rows():
             table.add_row(row[0], Text(row[1], _STYLES[row[1]]), *row[2:])
-        return Group(table, Text(f"\n{self.summary}"))
+        return table
 
     def to_json(self) -> str:
         fields = [dataclasses.asdict(outcome) for outcome in self.outcomes]

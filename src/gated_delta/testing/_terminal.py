@@ -50,9 +50,9 @@ def check(subjects: Sequence[Any], variants: Sequence[Variant] | None, options: 
         except Interrupted as stop:
             reports.append(stop.report)
             is_interrupted = True
-        console.print(reports[-1])
-        for failure in reports[-1].failures():
-            console.print(f"\n{failure}", soft_wrap=True, markup=False, highlight=False)
+        console.print(reports[-1].table())
+        for said in (reports[-1].summary, *reports[-1].failures()):
+            console.print(f"\n{said}", soft_wrap=True, markup=False, highlight=False)
         if is_interrupted:
             rest = ", ".join(map(str, subjects[index + 1 :]))
             print(f"interrupted{f'; not asked: {rest}' if rest else ''}", file=sys.stderr)
