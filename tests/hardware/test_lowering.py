@@ -69,6 +69,14 @@ def test_packed_documents_lower(packing):
     export(problem, KERNEL)
 
 
+@pytest.mark.parametrize("chunk_size", [16, *(pytest.param(size, marks=pytest.mark.slow) for size in (32, 64, 128))])
+def test_every_chunk_size_lowers_where_documents_share_chunks(chunk_size):
+    """A row has several chunks, none of the smaller ones as wide as a register of a TPU."""
+    sizes = dict(dtype="bfloat16", key_dim=64, value_dim=64, time=130)
+    problem = RandomProblem(**SIZES, **sizes, gates=GATES["gdn"], documents=((20, 0, -3, 100),))
+    export(problem, PallasTPU(TileConfig(chunk_size=chunk_size), ahead_of_time=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("residuals", ["states", "all", "none"])
 def test_every_choice_of_residuals_lowers(residuals):

@@ -276,9 +276,9 @@ class Blocks:
         return then.operand(array, self.plan.forms.log_decay, self.plan.sizes.owners)
 
     def document(self):
-        """`[batch, 1, time]`."""
+        """`[batch, chunks, 1, chunk]`: a block has whole lanes or all of them, so chunks are an axis of their own."""
         chunk_of = self.chunk_of
-        return pl.BlockSpec((1, 1, self.plan.sizes.chunk), lambda b, h, c, *_: (b, 0, chunk_of(c)))
+        return pl.BlockSpec((1, 1, 1, self.plan.sizes.chunk), lambda b, h, c, *_: (b, chunk_of(c), 0, 0))
 
     def per_step(self, number: int, rows: int, columns: int):
         """`[batch, owners, steps * number, rows, columns]`: matrices for every owner and grid step."""
@@ -446,7 +446,7 @@ def kept_shapes(plan: Plan) -> list[tuple[int, int]]:
 
 def tile_of(plan: Plan, x: Operands, document_ref, entry) -> Tile:
     """The chunk as `_tile` takes it, its queries scaled; `x` is behind the prologue."""
-    document = None if document_ref is None else document_ref[0]
+    document = None if document_ref is None else document_ref[0, 0]
     entry = None if document_ref is None else jnp.full((1, 1), entry, jnp.int32)
     log_decay = jax.tree.map(limit_log_decay, x.log_decay)
     q = [plan.scale * q.astype(plan.arithmetic.accumulation) for q in x.q]

@@ -281,7 +281,8 @@ class _Launch:
             interpret=backend.interpret,
         )
         self.chunks = _chunks(problem, self.layout, self.sizes)
-        self.document = None if self.layout.document is None else self.layout.document[:, None]
+        document = self.layout.document
+        self.document = None if document is None else document.reshape(len(document), -1, 1, self.sizes.chunk)
 
     def forward(self, operands: Operands, bank, keeps: bool):
         """Outputs, final states, sums that are not finite where an output is not, and the residuals if it `keeps`."""
