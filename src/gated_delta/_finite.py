@@ -22,7 +22,13 @@ def contained(run: Callable[[Problem], Result], problem: Problem) -> Result:
     clean, bad, lost = take_out(problem)
     out, state = run(clean)
     spoiled, spoiled_state = spread_damage(bad, lost, problem.packing)
-    return mark_outputs(out, spoiled), mark_states(state, spoiled_state)
+    state = mark_states(state, spoiled_state)
+    slot = None if problem.packing is None else problem.packing.slot
+    if slot is not None and problem.initial_state is not None:  # a document without tokens leaves what it was given
+        rows = jnp.arange(slot.shape[0])[:, None]
+        begins = jnp.zeros(state.shape[:2], bool).at[rows, slot].set(True, mode="drop")
+        state = jnp.where(begins[:, :, None, None, None], state, problem.initial_state)
+    return mark_outputs(out, spoiled), state
 
 
 def take_out(

@@ -138,4 +138,6 @@ def _check_state(who: str, state, slots, shape, dtype):
         wanted = f"[{states}, value_heads, key_dim, value_dim]"
         wanted += f" = ({batch if slots is None else 'slots'}, {heads}, {key_dim}, {value_dim}), key axis first"
         raise ValueError(f"`state` must be {wanted}, but its shape is {state.shape}.")
+    if state.shape[0] == 0 and batch > 0:
+        raise ValueError(f"`{who}` needs a `state` of at least one slot, but its shape is {state.shape}.")
     return state.astype(dtype) if slots is None else state

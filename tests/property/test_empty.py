@@ -65,3 +65,19 @@ def test_without_tokens_packed_documents_are_empty(backend):
     problem = dataclasses.replace(PROBLEM, batch=1, time=0, gates=KDA, documents=((0, 0),), packing="offsets")
     actual = results(backend, problem.arguments(), problem.cotangents("float32", "float32"))
     np.testing.assert_array_equal(actual["final_state"], problem.arguments()["initial_state"])
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("packing", ["slots", "offsets"])
+def test_a_document_without_tokens_leaves_a_state_that_is_not_finite_as_it_came(backend, packing):
+    """In part: what is finite in it stays so."""
+    problem = dataclasses.replace(PROBLEM, batch=1, gates=KDA, documents=((2, 0, 1),), packing=packing, slots=3)
+    arguments = problem.arguments()
+    state = np.array(arguments["initial_state"])
+    documents = state[0] if packing == "slots" else state
+    documents[1, 2, 1, 3] = np.nan
+    arguments["initial_state"] = state
+    _, final = gated_delta(**arguments, backend=backend)
+    final = np.asarray(final).reshape(documents.shape)
+    np.testing.assert_array_equal(final[1], documents[1])
+    assert np.isfinite(final[[0, 2]]).all()

@@ -441,6 +441,11 @@ ERRORS = {
         ValueError,
         r"`gated_delta_step` needs `state` where it has `slots`: they say which of its states are meant",
     ),
+    "step slots of an empty pool": (
+        lambda: gated_delta_step(**STEP, state=zeros(0, HV, K, V), slots=np.zeros(2, int)),
+        ValueError,
+        r"`gated_delta_step` needs a `state` of at least one slot, but its shape is \(0, 4, 4, 3\)",
+    ),
     "step slots of floats": (
         lambda: gated_delta_step(**STEP, state=zeros(7, HV, K, V), slots=zeros(2)),
         TypeError,
