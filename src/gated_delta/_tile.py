@@ -47,9 +47,10 @@ BOUNDED = 160.0
 
 
 LEAST = 18.0
-"""The strongest decay of one token, in nats, between pairs of eight rows that forget much; with bfloat16 operands only.
+"""The strongest decay of one token, in nats, between pairs of eight rows that forget much, where `near` is "selected".
 
-It hides all but 2e-8 of what came before it, where float32 rounds by 6e-8.
+It hides all but 2e-8 of what came before it, where float32 rounds by 6e-8. What decays leave of a gradient is then off
+by that: `d_erase`, where every token of a sequence forgets more.
 """
 
 
@@ -804,8 +805,8 @@ def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, He
     """Kinds of pairs, as `_pairs` numbers them, and for each the factors of keys and of rows behind them: the decay
     between two rows is the product of both.
 
-    Of pairs that meet at a seam these are the decays to it, at most 1. With bfloat16 operands one kind has all pairs of
-    eight rows: decays from the first of them, no token's stronger than `LEAST`, measured from halfway.
+    Of pairs that meet at a seam these are the decays to it, at most 1. Where `near` is "selected" one kind has all
+    pairs of eight rows: decays from the first of them, no token's stronger than `LEAST`, measured from halfway.
     """
     seams = _halvings(min(NEAR, first(log_decay).shape[-2]))
 
@@ -818,7 +819,7 @@ def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, He
         return jnp.exp(-halfway - sums), jnp.exp(halfway + sums)
 
     within = []
-    if arithmetic.is_rounding:
+    if arithmetic.near == "selected":
         within, seams = [(0, *each(in_eight, log_decay))], [half for half in seams if half >= 8]
     return [*within, *((half, *each(at_seam, log_decay, half)) for half in seams)]
 

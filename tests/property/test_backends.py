@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import assume, given, target
+from hypothesis import assume, example, given, target
 
 from gated_delta import Chunked
 from gated_delta.testing import (
@@ -84,8 +84,18 @@ def test_no_gate_and_no_key_is_too_extreme(decay, branch):
         assert_close(pullback(Chunked(64, branch=branch), extreme), expected(extreme), extreme)
 
 
+EVERYTHING_ERASED = RandomProblem(  # and nothing decays: 1e-8 remains of `d_log_decay`
+    seed=165,
+    time=8,
+    keys=RandomKeys("flipped"),
+    gates=RandomGates("head", erase="head", owner="value", tied=True, log_decays="zero", strengths="one"),
+    documents=((3,),),
+)
+
+
 @pytest.mark.parametrize("backend", backends(), ids=str)
 @given(problem=problems())
+@example(problem=EVERYTHING_ERASED)
 def test_any_problem_agrees(backend, problem):
     assume(why_not(backend, problem) is None)
     actual, wanted = pullback(backend, problem), expected(problem)

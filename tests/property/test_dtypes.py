@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, target
+from hypothesis import example, given, target
 
 from gated_delta import Chunked, Recurrent, gated_delta
 from gated_delta.testing import (
@@ -33,8 +33,19 @@ WIDE = RandomProblem(
 SOME = [LAYOUTS[2], LAYOUTS[4], LAYOUTS[10]]
 
 
+FORGOTTEN = RandomProblem(  # every token forgets all: 1e-13 remains of `d_erase`
+    time=65,
+    key_heads=2,
+    key_dim=4,
+    value_dim=6,
+    gates=RandomGates("channel", erase="channel", write="channel", log_decays="strong"),
+    state=True,
+)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 @given(problem=problems(layouts=SOME))
+@example(problem=FORGOTTEN)
 def test_any_problem_agrees_in_other_dtypes(dtype, problem):
     problem = dataclasses.replace(problem, dtype=dtype)
     actual, wanted = pullback(Chunked(64), problem), expected(problem)

@@ -42,10 +42,12 @@ WIDE = {**SIZES, "time": 70, "batch": 1, "dtype": "bfloat16"}
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("erase", ["head", "channel"])
 @pytest.mark.parametrize("decays", ["mild", "strong", "vast"])
-def test_a_chunk_may_forget_little_or_much(decays):
+def test_a_chunk_may_forget_little_or_much(decays, erase):
     """With bfloat16 operands each chunk takes the path that its own decays allow."""
-    problem = RandomProblem(**WIDE, gates=dataclasses.replace(BY_CHANNEL, log_decays=decays))
+    gates = dataclasses.replace(BY_CHANNEL, erase=erase, tied=erase == "head", log_decays=decays)
+    problem = RandomProblem(**WIDE, gates=gates)
     assert_close(
         pullback(PallasTPU(TileConfig(chunk_size=64, chunks=1), interpret=True), problem), expected(problem), problem
     )
