@@ -6,7 +6,7 @@ bf16 q, k, v, float32 gates in log space, no initial state. Options of all: `tim
 then the gradients of every input, as one program), `inverse`, `config` (of `TileConfig`), `backend` (`PallasTPU`'s
 other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead), `raw` (`True`: `gated_delta_raw`,
 with bf16 q and k before their norm and float32 gates before their activations; `"outside"`: norm and activations by
-XLA, then `gated_delta`). Each function returns `(callable, arguments, facts)`.
+XLA, then `gated_delta`), `documents` (packed by segment ids). Each function returns `(callable, arguments, facts)`.
 
 `softmax` is attention. `step` is one token of `batch` requests, whose float32 states are the slots of a donated pool.
 """
@@ -174,6 +174,7 @@ def _build(
     chunked=False,
     far=False,
     raw=False,
+    documents=False,
 ):
     config, backend = config or {}, backend or {}
     runs = Chunked(**backend) if chunked else PallasTPU(config=TileConfig(**config), **backend)
@@ -192,6 +193,10 @@ def _build(
         return RawGates(*gates, **options, is_tied=tied)
 
     def forward(q, k, v, *gates):
+        if documents:
+            *gates, ids = gates
+            made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
+            return gated_delta(q, k, v, made, inverse=inverse, backend=runs, segment_ids=ids)[0]
         if raw == "outside":
             activated = raw_gates(*gates).activated()
             return gated_delta(l2_normalize(q), l2_normalize(k), v, activated, inverse=inverse, backend=runs)[0]
@@ -207,5 +212,5 @@ def _build(
     much, little = ("run", "skip") if far else ("skip", "run")
     settle = [*FINITE, *(f"{kernel}:3={much}" for kernel in KERNELS), *(f"{kernel}:4={little}" for kernel in KERNELS)]
     facts = {"tokens": batch * time, "heads": heads.value, "settle": settle}
-    arguments = [key, key, value, *gates]
+    arguments = [key, key, value, *gates, *([Shape(lead, jnp.int32)] if documents else [])]
     return (both, [value, *arguments], facts) if backward else (forward, arguments, facts)

@@ -22,7 +22,7 @@ row never sees a gate that comes after it.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import equinox as eqx
 import jax
@@ -285,6 +285,10 @@ def _mask(x, keep):
 
 # ---- decays ----------------------------------------------------------------------------------------------------------
 
+Same: TypeAlias = Array | None
+"""Which rows and columns of a chunk are of one document; `None` where all are. Sums that pairs of rows are measured by
+have their own document in them only: of a sum over another, what cancels in the gradient would leave its rounding."""
+
 
 class _NoDecay:
     """Nothing is forgotten."""
@@ -320,13 +324,15 @@ class _GroupDecay(_NoDecay):
     - `entry`, `exit`: with one decay, `[chunk, 1]` factors of rows, which then stay out of keys and queries.
     """
 
-    def __init__(self, log_decay: Columns, key_dim: int, arithmetic: Arithmetic):
+    def __init__(self, log_decay: Columns, key_dim: int, arithmetic: Arithmetic, same: Same = None):
         self.log_decay, self.run, self.arithmetic = log_decay, key_dim // log_decay.groups, arithmetic
-        self.key_dim = key_dim
+        self.key_dim, self.same = key_dim, same
         values = log_decay.values
         chunk = values.shape[-2]
         i, m = _rows_and_columns(2 * chunk, chunk, values.ndim)
         own = _either(i < chunk, m <= i, m > i - chunk)
+        if same is not None:
+            own = own & jnp.concatenate([_without_heads(same, values.ndim)] * 2, axis=-2)
         sums = _select_and_add(_ones_where(own, values.dtype), values, arithmetic, parts=3)
         self.from_start = sums[..., :chunk, :]
         groups = log_decay.groups
@@ -364,8 +370,10 @@ class _GroupDecay(_NoDecay):
             sums, ndim = Columns(self.from_start, groups), self.log_decay.values.ndim
             rows, columns = _rows_and_columns(chunk, chunk, ndim if ndim == 2 else ndim + 1)
 
+            behind = rows >= columns if self.same is None else (rows >= columns) & self.same
+
             def between(i, j):
-                return jnp.exp(jnp.where(rows >= columns, i - j, 0))
+                return jnp.exp(jnp.where(behind, i - j, 0))
 
             return (each(between, sums.column(group), sums.row(group)) for group in range(groups))
 
@@ -391,8 +399,8 @@ class _ChannelDecay(_NoDecay):
     leaves.
     """
 
-    def __init__(self, log_decay: Columns | Heads, key_dim: int, arithmetic: Arithmetic):
-        self.log_decay, self.key_dim, self.arithmetic = log_decay, key_dim, arithmetic
+    def __init__(self, log_decay: Columns | Heads, key_dim: int, arithmetic: Arithmetic, same: Same = None):
+        self.log_decay, self.key_dim, self.arithmetic, self.same = log_decay, key_dim, arithmetic, same
         some = first(log_decay.values if isinstance(log_decay, Columns) else log_decay)
         self.chunk = some.shape[-2]
         self.near = min(NEAR, self.chunk)
@@ -405,7 +413,7 @@ class _ChannelDecay(_NoDecay):
 
     def _sums(self, selects: Callable):
         i, m = _rows_and_columns(self.near, self.near, self.ndim)
-        return _map(lambda x: _add_in_blocks(selects(i, m), x, self.arithmetic), self.log_decay)
+        return _map(lambda x: _add_in_blocks(selects(i, m), x, self.arithmetic, self.same), self.log_decay)
 
     def _block_total(self, leg: Columns | Heads, b: int) -> Heads:
         last = _map(lambda x: self._block(x, b)[..., -1:, :], leg)
@@ -427,7 +435,7 @@ class _ChannelDecay(_NoDecay):
             if arithmetic.near == "mended":
                 keys = each(lambda k, to: k * jnp.exp(jnp.minimum(-to, STEEP)), k, self.to)
                 out, holds = self._near_from_start(left, k, entered, keys), self._forgets_little()
-                out = cast(list, _mend(out, left, k, self.log_decay, holds, arithmetic))
+                out = cast(list, _mend(out, left, k, self.log_decay, holds, self.same, arithmetic))
             else:
                 out = self._near_for_any(left, k)
         else:
@@ -450,10 +458,10 @@ class _ChannelDecay(_NoDecay):
     def _near_for_any(self, left: list[Heads], k: Heads) -> list[Heads]:
         """Scores of pairs within a block of `NEAR` rows, for any decay."""
         if isinstance(self.log_decay, Columns):
-            return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic)._raw_scores(
+            return _GroupDecay(self.log_decay, self.key_dim, self.arithmetic, self.same)._raw_scores(
                 left, k, count(k), self.arithmetic
             )
-        return _near_of_channels(left, k, self.log_decay, self.arithmetic)
+        return _near_of_channels(left, k, self.log_decay, self.same, self.arithmetic)
 
     def _near_from_start(self, left: list[Heads], k: Heads, near: list[Heads], keys: Heads) -> list[Heads]:
         """The same where a block forgets little: one product for all pairs, of what `_decayed` makes of `left` and `k`.
@@ -659,21 +667,41 @@ def _copies(columns: Columns, dim: int):
     return _ones_where(n // (dim // columns.groups) == m, jnp.bfloat16)
 
 
-def _add_in_blocks(own, log_decay, arithmetic, parts: int = 2, at_once: bool = False):
-    """Sums over the rows of each block that `own`, `[sets * near, near]`, selects: `[sets * chunk, key_dim]`."""
+def _add_in_blocks(own, log_decay, arithmetic, same: Same, parts: int = 2, at_once: bool = False):
+    """Sums over the rows of each block that `own`, `[sets * near, near]`, selects, of the row's own document:
+    `[sets * chunk, key_dim]`."""
     near, (chunk, key_dim) = own.shape[-1], log_decay.shape[-2:]
-    blocks = jnp.concatenate([log_decay[..., b : b + near, :] for b in range(0, chunk, near)], axis=-1)
-    sums = _select_and_add(_ones_where(own, log_decay.dtype), blocks, arithmetic, parts, at_once)
-    cut = [
-        sums[..., row : row + near, column : column + key_dim]
-        for row in range(0, own.shape[-2], near)
-        for column in range(0, blocks.shape[-1], key_dim)
-    ]
-    return jnp.concatenate(cut, axis=-2)
+    starts = range(0, chunk, near)
+
+    def add(own, x):
+        return _select_and_add(_ones_where(own, log_decay.dtype), x, arithmetic, parts, at_once)
+
+    if same is None:
+        sums = add(own, jnp.concatenate([log_decay[..., b : b + near, :] for b in starts], axis=-1))
+        blocks = [sums[..., n * key_dim : (n + 1) * key_dim] for n in range(len(starts))]
+    else:
+        same, sets = _without_heads(same, log_decay.ndim), own.shape[-2] // near
+        alike = [jnp.concatenate([same[..., b : b + near, b : b + near]] * sets, axis=-2) for b in starts]
+        blocks = [add(own & here, log_decay[..., b : b + near, :]) for b, here in zip(starts, alike, strict=True)]
+    rows = range(0, own.shape[-2], near)
+    return jnp.concatenate([x[..., row : row + near, :] for row in rows for x in blocks], axis=-2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
-def _mend(scores: list[Array], left: list[Array], k: Array, log_decay: Array, holds: Array, arithmetic: Arithmetic):
+def _without_heads(same, ndim: int):
+    """Outside kernels `same` has an axis of heads, which gates of a few numbers per token have not."""
+    return same if same.ndim == ndim else same[..., 0, :, :]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _mend(
+    scores: list[Array],
+    left: list[Array],
+    k: Array,
+    log_decay: Array,
+    holds: Array,
+    same: Same,
+    arithmetic: Arithmetic,
+):
     """`scores` with those rows replaced for which `holds`, `[*rows, heads, chunk, 1]`, is false.
 
     Where it is true for all rows nothing is computed. The rows for which it is true keep their bits in either case, so
@@ -681,27 +709,27 @@ def _mend(scores: list[Array], left: list[Array], k: Array, log_decay: Array, ho
     """
 
     def mended():
-        found = _near_of_channels(left, k, log_decay, arithmetic)
+        found = _near_of_channels(left, k, log_decay, same, arithmetic)
         return [jnp.where(holds, x, y) for x, y in zip(scores, found, strict=True)]
 
     return lax.cond(_anywhere(~holds), mended, lambda: scores)
 
 
-def _mend_fwd(scores, left, k, log_decay, holds, arithmetic):
-    return _mend(scores, left, k, log_decay, holds, arithmetic), (left, k, log_decay, holds)
+def _mend_fwd(scores, left, k, log_decay, holds, same, arithmetic):
+    return _mend(scores, left, k, log_decay, holds, same, arithmetic), (left, k, log_decay, holds, same)
 
 
 def _mend_bwd(arithmetic, residuals, d_out):
-    *inputs, holds = residuals
+    *inputs, holds, same = residuals
 
     def mended():
-        _, pull = jax.vjp(lambda left, k, log_decay: _near_of_channels(left, k, log_decay, arithmetic), *inputs)
+        _, pull = jax.vjp(lambda left, k, log_decay: _near_of_channels(left, k, log_decay, same, arithmetic), *inputs)
         return [jnp.where(holds, d, 0) for d in d_out], *pull([jnp.where(holds, 0, d) for d in d_out])
 
     def unmended():
         return d_out, *jax.tree.map(jnp.zeros_like, tuple(inputs))
 
-    return *lax.cond(_anywhere(~holds), mended, unmended), None
+    return *lax.cond(_anywhere(~holds), mended, unmended), None, None
 
 
 _mend.defvjp(_mend_fwd, _mend_bwd)
@@ -718,14 +746,14 @@ def _anywhere_of_mapped(_, mapped, x):
     return _anywhere(x), False
 
 
-def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
+def _near_of_channels(left: list[Heads], k: Heads, log_decay: Heads, same: Same, arithmetic: Arithmetic) -> list[Heads]:
     """Scores of pairs within a block of `NEAR` rows for any decays of channels: a product for each kind of `_legs`."""
     if len(left) == 1 and not arithmetic.is_rounding:  # no erase gate, and so no solve: forward mode works, and stays
-        return _scores_by_legs(left, k, log_decay, arithmetic)
-    return cast(list, _lean_scores_by_legs(left, k, log_decay, arithmetic))
+        return _scores_by_legs(left, k, log_decay, same, arithmetic)
+    return cast(list, _lean_scores_by_legs(left, k, log_decay, same, arithmetic))
 
 
-def _scores_by_legs(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: Arithmetic) -> list[Heads]:
+def _scores_by_legs(left: list[Heads], k: Heads, log_decay: Heads, same: Same, arithmetic: Arithmetic) -> list[Heads]:
     chunk = first(k).shape[-2]
     i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
 
@@ -741,28 +769,28 @@ def _scores_by_legs(left: list[Heads], k: Heads, log_decay: Heads, arithmetic: A
 
     nothing = each(lambda k: jnp.zeros((*k.shape[:-1], chunk), k.dtype), k)
     out = [*(nothing for _ in left[1:]), each(diagonal, left[-1], k)]  # erase keys have none
-    legs = _legs(log_decay, arithmetic)
+    legs = _legs(log_decay, same, arithmetic)
     products = [each(functools.partial(multiply, half), before, after, k, *left) for half, before, after in legs]
     for (half, _, _), found in zip(legs, products, strict=True):
         out = [each(functools.partial(put, half), x, y) for x, y in zip(out, found, strict=True)]
     return out
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _lean_scores_by_legs(left, k, log_decay, arithmetic):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _lean_scores_by_legs(left, k, log_decay, same, arithmetic):
     """The same; its backward pass holds what belongs to one product at a time."""
-    return _scores_by_legs(left, k, log_decay, arithmetic)
+    return _scores_by_legs(left, k, log_decay, same, arithmetic)
 
 
-def _lean_scores_by_legs_fwd(left, k, log_decay, arithmetic):
+def _lean_scores_by_legs_fwd(left, k, log_decay, same, arithmetic):
     # Not the inputs themselves: a second derivative in a scan mistakes others for them (jax 0.10.2).
     kept = jax.tree.map(lambda x: x + jnp.asarray(-0.0, x.dtype), (left, k, log_decay))
-    return _lean_scores_by_legs(left, k, log_decay, arithmetic), kept
+    return _lean_scores_by_legs(left, k, log_decay, same, arithmetic), (*kept, same)
 
 
 def _lean_scores_by_legs_bwd(arithmetic, inputs, d_out):
     # Product by product, so that nothing of one is kept while others are worked on: legs are found again.
-    left, k, log_decay = inputs
+    left, k, log_decay, same = inputs
     number, chunk = len(left), first(k).shape[-2]
     i, j = _rows_and_columns(chunk, chunk, first(k).ndim)
 
@@ -785,23 +813,23 @@ def _lean_scores_by_legs_bwd(arithmetic, inputs, d_out):
 
     def of_sums(half, d_log_decay, log_decay, d_sums):
         # Seams in one part: what they add up does not cancel.
-        pull = jax.vjp(lambda x: _leg_sums(x, half, arithmetic, parts=1 if half else 2), log_decay)[1]
+        pull = jax.vjp(lambda x: _leg_sums(x, half, same, arithmetic, parts=1 if half else 2), log_decay)[1]
         return d_log_decay + pull(d_sums)[0]
 
     d_q, d_k = each(of_diagonal, d_out[-1], left[-1], k)
     d_left = [*(each(jnp.zeros_like, x) for x in left[:-1]), d_q]
     d_log_decay = each(jnp.zeros_like, log_decay)
-    for half, before, after in _legs(log_decay, arithmetic):
+    for half, before, after in _legs(log_decay, same, arithmetic):
         step = functools.partial(of_product, half)
         d_sums, d_k, *d_left = each(step, before, after, k, d_k, *left, *d_left, *d_out)
         d_log_decay = each(functools.partial(of_sums, half), d_log_decay, log_decay, d_sums)
-    return d_left, d_k, d_log_decay
+    return d_left, d_k, d_log_decay, None
 
 
 _lean_scores_by_legs.defvjp(_lean_scores_by_legs_fwd, _lean_scores_by_legs_bwd)
 
 
-def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, Heads]]:
+def _legs(log_decay: Heads, same: Same, arithmetic: Arithmetic) -> list[tuple[int, Heads, Heads]]:
     """Kinds of pairs, as `_pairs` numbers them, and for each the factors of keys and of rows behind them: the decay
     between two rows is the product of both.
 
@@ -811,11 +839,11 @@ def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, He
     seams = _halvings(min(NEAR, first(log_decay).shape[-2]))
 
     def at_seam(log_decay, half):
-        leg = jnp.exp(_leg_sums(log_decay, half, arithmetic))
+        leg = jnp.exp(_leg_sums(log_decay, half, same, arithmetic))
         return _firsts(half, leg), _seconds(half, leg)
 
     def in_eight(log_decay):
-        sums, halfway = _leg_sums(log_decay, 0, arithmetic), 3.5 * LEAST
+        sums, halfway = _leg_sums(log_decay, 0, same, arithmetic), 3.5 * LEAST
         return jnp.exp(-halfway - sums), jnp.exp(halfway + sums)
 
     within = []
@@ -824,14 +852,15 @@ def _legs(log_decay: Heads, arithmetic: Arithmetic) -> list[tuple[int, Heads, He
     return [*within, *((half, *each(at_seam, log_decay, half)) for half in seams)]
 
 
-def _leg_sums(log_decay, half: int, arithmetic: Arithmetic, parts: int = 2):
+def _leg_sums(log_decay, half: int, same: Same, arithmetic: Arithmetic, parts: int = 2):
     near = min(NEAR, log_decay.shape[-2])
     i, m = _rows_and_columns(near, near, log_decay.ndim)
     if half:
         own = ((i ^ m) < half) & _either((i & half) != 0, m <= i, m > i)
     else:
         own, log_decay = ((i ^ m) < 8) & (m <= i) & ((m & 7) != 0), jnp.maximum(log_decay, -LEAST)
-    return _add_in_blocks(own, log_decay, arithmetic, parts, at_once=True)
+    # Pairs that meet at a seam are of one document only if all between them is.
+    return _add_in_blocks(own, log_decay, arithmetic, None if half else same, parts, at_once=True)
 
 
 def _pairs(rows, columns, half: int):
@@ -1181,10 +1210,10 @@ def chunk_factors(
     chunk, key_dim = first(tile.k).shape[-2:]
     owners, width, ndim = count(tile.v), first(tile.v).shape[-1], first(tile.v).ndim
     q, k = (each(lambda x: x.astype(dtype), x) for x in (tile.q, tile.k))
-    decay = _decays(tile.log_decay, key_dim, arithmetic)
-    i, j = _rows_and_columns(chunk, chunk, ndim)
     shared = _shared_by_documents(tile)
     same = None if shared is None else shared.same
+    decay = _decays(tile.log_decay, key_dim, arithmetic, same)
+    i, j = _rows_and_columns(chunk, chunk, ndim)
 
     values = _times(each(lambda x: x.astype(dtype), tile.v), _gate(tile.write, width, dtype))
     erase = _gate(tile.erase, key_dim, dtype)
@@ -1227,12 +1256,12 @@ def chunk_factors(
     return (factors if shared is None else _between_documents(factors, shared)), found
 
 
-def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic) -> _NoDecay:
+def _decays(log_decay: Columns | Heads | None, key_dim: int, arithmetic: Arithmetic, same: Same) -> _NoDecay:
     if log_decay is None:
         return _NoDecay()
     if isinstance(log_decay, Columns) and (log_decay.groups == 1 or arithmetic.near in ("safe", "mended")):
-        return _GroupDecay(log_decay, key_dim, arithmetic)
-    return _ChannelDecay(log_decay, key_dim, arithmetic)
+        return _GroupDecay(log_decay, key_dim, arithmetic, same)
+    return _ChannelDecay(log_decay, key_dim, arithmetic, same)
 
 
 def _gate(gate: Columns | Heads | None, dim: int, dtype) -> Heads | None:

@@ -34,6 +34,9 @@ CASES = {
     "SLA-R4, 2 key heads": ("sla_2", {}),
     "SLA-R4, 8 key heads, approx": ("sla_8", {"inverse": "approx"}),
     "SLA-R8, the widest state": ("sla_r8", {}),
+    "GDN, Qwen3-Next, packed documents": ("gdn_grouped", {"documents": True}),
+    "KDA, Kimi Linear, packed documents": ("kda", {"heads": 32, "documents": True}),
+    "SLA-R4, 4 key heads, packed documents": ("sla", {"documents": True}),
 }
 
 

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gated_delta import gated_delta
-from gated_delta.testing import RandomGates, RandomProblem, quick_jit, results
+from gated_delta import Chunked, gated_delta
+from gated_delta.pallas import PallasTPU, TileConfig
+from gated_delta.testing import RandomGates, RandomProblem, check_law, quick_jit, results
 
 from .subjects import BACKENDS
 
@@ -177,3 +178,30 @@ def test_a_bad_token_reaches_no_later_call_that_starts_afresh():
     continued, _ = gated_delta(**arguments, initial_state=state)
     assert np.isnan(continued).all()
     np.testing.assert_array_equal(run(arguments)[0], before)
+
+
+SHARING = RandomProblem(seed=49, time=70, key_dim=8, value_dim=6, documents=((34, 36, 0),))
+"""Both documents have tokens between 32 and 64, whose decays are measured from one place where there is one document.
+"""
+SHARED = {
+    "head": RandomGates("head", erase="head", owner="value", tied=True),
+    "tile": RandomGates("tile", erase="head", tied=True),
+    "channel": RandomGates("channel", erase="channel", write="channel"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gates", SHARED.values(), ids=SHARED)
+@pytest.mark.parametrize(
+    "backend",
+    [
+        Chunked(64, branch=True),
+        Chunked(64, branch=False),
+        pytest.param(PallasTPU(TileConfig(chunk_size=64), interpret=True), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_neighbour_leaves_no_rounding_in_the_gradient_of_a_decay(backend, gates, dtype):
+    problem = dataclasses.replace(SHARING, gates=gates, dtype=dtype)
+    check_law("no_leak_between_documents", backend, problem=problem, value=1e30, token=47, row=0)
+    check_law("no_leak_between_documents", backend, problem=problem, value=1e30, token=3, row=0)

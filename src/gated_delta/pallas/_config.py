@@ -73,7 +73,8 @@ def settle(
         chunk //= 2
     group = owners // key_heads
     most = _SIDE_BY_SIDE if rounds else _SIDE_BY_SIDE // 2
-    wanted = config.owners or max(min(2 * most if shares and group > 1 else most, _STATES // (key_dim * width)), 1)
+    doubles = shares and group > 1 and not packed  # where documents share chunks, their masks take that memory
+    wanted = config.owners or max(min(2 * most if doubles else most, _STATES // (key_dim * width)), 1)
     fitting = [heads * group for heads in range(1, key_heads + 1) if key_heads % heads == 0 and heads * group <= wanted]
     chosen = max(fitting, default=group)
     count = -(-time // chunk)
