@@ -190,6 +190,8 @@ def main():
         return
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     chosen = [case for case in CASES if options.only in str(case)]
+    if not chosen:
+        parser.error(f"no case contains {options.only!r}; the cases are: {', '.join(map(str, CASES))}")
     for case in () if options.show else chosen:
         kept[str(case)] = in_own_process(case, options.mixer, options.python)
         print(f"{case.topology}: compiled in {kept[str(case)]['seconds']:.0f} s", flush=True)
