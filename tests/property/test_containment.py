@@ -196,7 +196,7 @@ SHARED = {
     "backend",
     [
         Chunked(64, branch=True),
-        Chunked(64, branch=False),
+        pytest.param(Chunked(64, branch=False), marks=pytest.mark.slow),
         pytest.param(PallasTPU(TileConfig(chunk_size=64), interpret=True), marks=pytest.mark.slow),
     ],
     ids=str,

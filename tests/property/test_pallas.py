@@ -53,7 +53,7 @@ def test_a_chunk_may_forget_little_or_much(decays, erase):
     )
 
 
-@pytest.mark.parametrize("steep", [0, 1])
+@pytest.mark.parametrize("steep", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_each_chunk_takes_the_path_of_its_own_decays(steep):
     """Which is chosen one grid step ahead: of two chunks one forgets much."""
     problem = RandomProblem(**WIDE, gates=BY_CHANNEL)
