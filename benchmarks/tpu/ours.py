@@ -193,17 +193,16 @@ def _build(
         return RawGates(*gates, **options, is_tied=tied)
 
     def forward(q, k, v, *gates):
+        ids = None
         if documents:
             *gates, ids = gates
-            made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
-            return gated_delta(q, k, v, made, inverse=inverse, backend=runs, segment_ids=ids)[0]
         if raw == "outside":
             activated = raw_gates(*gates).activated()
             return gated_delta(l2_normalize(q), l2_normalize(k), v, activated, inverse=inverse, backend=runs)[0]
         if raw:
             return gated_delta_raw(q, k, v, raw_gates(*gates), inverse=inverse, backend=runs)[0]
         made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
-        return gated_delta(q, k, v, made, inverse=inverse, backend=runs)[0]
+        return gated_delta(q, k, v, made, inverse=inverse, backend=runs, segment_ids=ids)[0]
 
     def both(cotangent, *arguments):
         out, pull = jax.vjp(forward, *arguments)
