@@ -128,6 +128,15 @@ def test_an_adapter_changes_no_number(subject):
     assert {outcome.status for outcome in report.outcomes} == {"passed"}, report
 
 
+def test_a_dtype_that_a_backend_declines_is_not_asked():
+    class Narrow(Chunked):
+        def why_not(self, problem):
+            return "it is for narrow floats" if problem.operand == jnp.float64 else super().why_not(problem)
+
+    outcome = ask(implementation(Narrow(16)), only=["dtypes"], max_examples=12).outcomes[0]
+    assert outcome.status == "passed" and outcome.examples == 12
+
+
 def test_a_plain_functions_signature_says_what_it_offers():
     offered = Capabilities.from_signature(in_plain)
     assert offered.tied == (True,) and offered.erase == ("head",) and offered.write == ("one",)

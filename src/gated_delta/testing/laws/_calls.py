@@ -41,6 +41,8 @@ def _any_dtype(subject):
 )
 def dtypes(subject, problem, dtype):
     problem = dataclasses.replace(problem, dtype=dtype)
+    if refused := subject.refusal(problem):
+        raise NotImplementedError(refused)
     arguments, found, right = problem.arguments(), run(subject, problem), wanted(subject, problem)
     given = {**arguments, **{name: getattr(arguments["gates"], name) for name in ("log_decay", "erase", "write")}}
     for name, x in found.items():
