@@ -275,6 +275,9 @@ def assert_close(
         1.7e-7, and one rounding of q, k and v moves the sum as far.
     - `d_erase` of a tied beta, which is what it does as erase and as write: 0.1 * RMS(v . d_v) (found where parts of 3
         leave 0.035 in the only token, off by 8e-7, a bit or two of the parts).
+    - `d_erase` of any other erase gate, which adds up over value channels, and over heads and key channels that share
+        it: 0.02 * RMS of the root of the sum of squares of what is added up (found where six parts of up to 0.65 leave
+        0.0013 in the only element: the float32 recurrence is off by 1.7e-8 there, chunks by 3.0e-8).
     - `d_erase` with bfloat16 operands, which vanishes where every token forgets all: 1e-6 * size. A TPU kernel then
         hides all but 2e-8 of what is forgotten; worst measured 1e-7 of size for the budget of 1e-2.
 
@@ -336,11 +339,17 @@ def _errors(
         if not np.isfinite(got).all():
             errors[name] = _INFINITE
             continue
-        off = np.abs(got - want)
-        rms = _ratio(_rms(off), _rms(want) + floor)
-        outlier = _ratio(off.max(initial=0.0), np.abs(want).max(initial=0.0) + floor) / OUTLIER
-        errors[name] = min(max(rms, outlier) / limit, _INFINITE)
+        errors[name] = _error(got, want, floor) / limit
+        if name == "d_erase" and errors[name] > 1 and not problem.gates.tied:  # only then: the floor takes a run
+            errors[name] = _error(got, want, floor + 0.02 * _parts_of_erase(problem)) / limit
     return errors
+
+
+def _error(got: np.ndarray, want: np.ndarray, floor: float) -> float:
+    off = np.abs(got - want)
+    rms = _ratio(_rms(off), _rms(want) + floor)
+    outlier = _ratio(off.max(initial=0.0), np.abs(want).max(initial=0.0) + floor) / OUTLIER
+    return min(max(rms, outlier), _INFINITE)
 
 
 def _floor(name: str, problem: RandomProblem, want: np.ndarray, expected: Mapping, arguments: Mapping) -> float:
@@ -355,6 +364,38 @@ def _floor(name: str, problem: RandomProblem, want: np.ndarray, expected: Mappin
         return 0.02 * math.sqrt(problem.time * channels) * size
     floor = 1e-6 * size if _operands(problem) == jnp.bfloat16 else 0.0
     return floor + (0.1 * _rms(np.sum(moved("v"), axis=-1)) if problem.gates.tied else 0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def _parts_of_erase(problem: RandomProblem) -> float:
+    """RMS over `d_erase` of the root of the sum of squares of what is added up in each of its elements.
+
+    Value channels do not see each other: with each as a head of its own, and gates of its own, none are added up.
+    """
+    arguments, wide = problem.arguments(), widened(problem)
+    heads, key_dim, value_dim = problem.value_heads, problem.key_dim, problem.value_dim
+
+    def repeated(x):
+        return np.repeat(x, value_dim, axis=2)
+
+    def apart(x):
+        return x.reshape(*x.shape[:2], heads * value_dim, 1)
+
+    def state_apart(x):
+        return np.swapaxes(x, -1, -2).reshape(*x.shape[:-3], heads * value_dim, key_dim, 1)
+
+    dtypes = arguments["v"].dtype, state_dtype(problem)
+    d_out, d_final = (x.astype(np.float64) for x in problem.cotangents(*dtypes))
+    with jax.enable_x64(True):
+        gates = Gates(repeated(wide["log_decay"]), repeated(wide["erase"]), apart(wide["write"]), erase_max=2.0)
+        scale = problem.key_dim**-0.5 if problem.scale is None else problem.scale
+        split = {"q": repeated(wide["q"]), "k": repeated(wide["k"]), "v": apart(wide["v"]), "gates": gates}
+        split |= {"initial_state": state_apart(wide["initial_state"]), "scale": np.float64(scale)}
+        split |= {name: arguments[name] for name in ("segment_ids", "cu_seqlens", "num_segments") if name in arguments}
+        parts = results(Recurrent(), split, (apart(d_out), state_apart(d_final)))["d_erase"]
+    batch, time, owners, dim = arguments["gates"].erase.shape
+    squares = np.square(np.asarray(parts)).reshape(batch, time, owners, -1, dim, key_dim // dim)
+    return _rms(np.sqrt(squares.sum((3, 5))))
 
 
 def _rms(x: np.ndarray) -> float:
