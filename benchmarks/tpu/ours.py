@@ -6,7 +6,8 @@ bf16 q, k, v, float32 gates in log space, no initial state. Options of all: `tim
 then the gradients of every input, as one program), `inverse`, `config` (of `TileConfig`), `backend` (`PallasTPU`'s
 other fields), `far` (every chunk forgets much), `chunked` (the XLA backend instead), `raw` (`True`: `gated_delta_raw`,
 with bf16 q and k before their norm and float32 gates before their activations; `"outside"`: norm and activations by
-XLA, then `gated_delta`), `documents` (packed by segment ids). Each function returns `(callable, arguments, facts)`.
+XLA, then `gated_delta`), `conv` (with `raw`: the width of short convolutions before all that, windows included),
+`documents` (packed by segment ids). Each function returns `(callable, arguments, facts)`.
 
 `softmax` is attention. `step` is one token of `batch` requests, whose float32 states are the slots of a donated pool.
 """
@@ -22,6 +23,7 @@ from gated_delta import (
     Gates,
     RawGates,
     Recurrent,
+    ShortConvs,
     gated_delta,
     gated_delta_raw,
     gated_delta_raw_step,
@@ -174,6 +176,7 @@ def _build(
     chunked=False,
     far=False,
     raw=False,
+    conv=None,
     documents=False,
 ):
     config, backend = config or {}, backend or {}
@@ -193,14 +196,16 @@ def _build(
         return RawGates(*gates, **options, is_tied=tied)
 
     def forward(q, k, v, *gates):
-        ids = None
+        ids = convs = None
         if documents:
             *gates, ids = gates
+        if conv:
+            *gates, convs = gates
         if raw == "outside":
             activated = raw_gates(*gates).activated()
             return gated_delta(l2_normalize(q), l2_normalize(k), v, activated, inverse=inverse, backend=runs)[0]
         if raw:
-            return gated_delta_raw(q, k, v, raw_gates(*gates), inverse=inverse, backend=runs)[0]
+            return gated_delta_raw(q, k, v, raw_gates(*gates), convs=convs, inverse=inverse, backend=runs)[0]
         made = Gates.tied(gates[1], gates[0], **promises) if tied else Gates(*gates, **promises)
         return gated_delta(q, k, v, made, inverse=inverse, backend=runs, segment_ids=ids)[0]
 
@@ -212,4 +217,9 @@ def _build(
     settle = [*FINITE, *(f"{kernel}:3={much}" for kernel in KERNELS), *(f"{kernel}:4={little}" for kernel in KERNELS)]
     facts = {"tokens": batch * time, "heads": heads.value, "settle": settle}
     arguments = [key, key, value, *gates, *([Shape(lead, jnp.int32)] if documents else [])]
+    if conv:
+        dims = {"q": key.shape[2:], "k": key.shape[2:], "v": value.shape[2:]}
+        shapes = {name: Shape((conv, *dim), f32) for name, dim in dims.items()}
+        shapes |= {f"{name}_window": Shape((batch, conv - 1, *dim), bf16) for name, dim in dims.items()}
+        arguments.append(jax.eval_shape(lambda shapes: ShortConvs(**shapes), shapes))
     return (both, [value, *arguments], facts) if backward else (forward, arguments, facts)

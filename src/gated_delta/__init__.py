@@ -5,6 +5,7 @@ from ._backend import AbstractStepper as AbstractStepper
 from ._backend import Problem as Problem
 from ._chunked import Chunked as Chunked
 from ._conv import ShortConv as ShortConv
+from ._conv import ShortConvs as ShortConvs
 from ._explanation import Explanation as Explanation
 from ._gate_modules import AbstractDecay as AbstractDecay
 from ._gate_modules import BoundedDecay as BoundedDecay

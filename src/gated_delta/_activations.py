@@ -5,6 +5,7 @@ broadcast by hand, so they also run where JAX forbids implicit rank promotion.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import jax
@@ -161,12 +162,18 @@ def causal_taps(
     padded, weight = raise_dtype(padded, weight)
     width = weight.shape[0]
     time = padded.shape[-2] - (width - 1)
-    taps = [_behind(tap, padded.ndim) for tap in weight]
-    out = padded[..., width - 1 :, :] * taps[-1]
-    for back in range(1, width):
+
+    def inputs(back):
         first = width - 1 - back
-        before = padded[..., first : first + time, :]
-        if reach is not None:
-            before = jnp.where((reach >= back)[..., None], before, jnp.zeros_like(before))
-        out = out + before * taps[first]
+        x = padded[..., first : first + time, :]
+        return x if reach is None or back == 0 else jnp.where((reach >= back)[..., None], x, jnp.zeros_like(x))
+
+    return add_taps(inputs, [_behind(tap, padded.ndim) for tap in weight])
+
+
+def add_taps(inputs: Callable[[int], Float[Array, "*axes"]], taps: Sequence[Any]) -> Float[Array, "*axes"]:
+    """`inputs(back)`: what stood that many tokens before each. The last of `taps` is the token's own."""
+    out = inputs(0) * taps[-1]
+    for back in range(1, len(taps)):
+        out = out + inputs(back) * taps[-1 - back]
     return out

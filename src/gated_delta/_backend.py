@@ -3,6 +3,7 @@
 import abc
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._activations import decay_by_head
+from ._conv import ShortConvs, convolved, convolved_past
 from ._options import class_to_call
 from ._packing import Packing
 from ._raw_gates import Prologue, past
@@ -36,6 +38,8 @@ class Problem(eqx.Module):
     - `scale`: multiplies every output.
     - `group`: values of how many heads lie side by side in an owner's `width`.
     - `inverse`, `precision`, `erase_max`, `log_decay_min`: see `gated_delta` and `Gates`.
+    - `convs`: `None`, but for a backend that `takes_raw`, in rows of one document each: queries, keys and values have
+        yet to be convolved. Weights are given to every row, and those of values are laid like these.
     - `prologue`: `None`, but for a backend that `takes_raw`: then queries and keys have yet to be normalised, and
         `log_decay`, `erase` and `write` to be activated, in any float dtype; at padding they are `-inf`, gates of 0.
         `A_log` and `dt_bias` are parameters of the decay, given to every row of the batch.
@@ -59,6 +63,7 @@ class Problem(eqx.Module):
     log_decay_min: float | None = eqx.field(static=True)
     A_log: Float[Array, "batch owners"] | None = None
     dt_bias: Float[Array, "batch owners groups"] | None = None
+    convs: ShortConvs | None = None
     prologue: Prologue | None = eqx.field(static=True, default=None)
 
     @property
@@ -74,8 +79,18 @@ class Problem(eqx.Module):
         batch, _, owners, width = self.v.shape
         return batch, self.slots, owners, self.k.shape[3], width
 
+    def convolved(self, convolve: Callable = convolved) -> "Problem":
+        """The same problem behind its convolutions. What is not finite is for the caller to find."""
+        if self.convs is None:
+            return self
+        given = zip((self.q, self.k, self.v), self.convs.weights, self.convs.windows, strict=True)
+        q, k, v = (convolve(*x) for x in given)
+        return dataclasses.replace(self, q=q, k=k, v=v, convs=None)
+
     def activated(self) -> "Problem":
         """The same problem behind its prologue. A gate that is NaN and a vector that is not finite become NaN."""
+        if self.convs is not None:
+            return self.convolved(convolved_past).activated()
         prologue = self.prologue
         if prologue is None:
             return self
@@ -112,7 +127,8 @@ class AbstractBackend(eqx.Module):
 
     - `contains`: whether the backend itself limits log decays (`limit_log_decay`) and keeps a token that is not finite
         to its own document and heads. Else it is given clean problems, and what is spoiled is marked afterwards.
-    - `takes_raw`: whether it takes problems with a `prologue`. Else they are activated for it. Goes with `contains`.
+    - `takes_raw`: whether it takes problems with a `prologue` and `convs`. Else these are done for it. Goes with
+        `contains`.
     """
 
     contains: ClassVar[bool] = False

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._activations import l2_normalize
 from ._backend import AbstractBackend, AbstractStepper, check_named
-from ._conv import ShortConv
+from ._conv import ShortConv, ShortConvs
 from ._explicit import automatically, explicit_spec, is_sharded_explicitly
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
@@ -229,14 +229,16 @@ class GatedDeltaMixer(eqx.Module):
             x = rows.gather(x)
         x, inputs, fine = self._project(x)
         windows = (None, None, None) if state is None else (state.q_window, state.k_window, state.v_window)
-        convolved = [
-            self._convolve(conv, a, window, documents)
-            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
-        ]
-        (q, k, v), windows = zip(*convolved, strict=True)
+        before, convs = windows, (self.q_conv, self.k_conv, self.v_conv)
+        if is_left := self._leaves_convs(backend, documents):
+            q, k, v = inputs
+            windows = [conv.next_window(*a) for conv, *a in zip(convs, inputs, before, strict=True)]
+        else:
+            convolved = [self._convolve(*a, documents) for a in zip(convs, inputs, before, strict=True)]
+            (q, k, v), windows = zip(*convolved, strict=True)
         q, k, v = self._split_heads(q, k, v, fine, x.dtype)
         recurrent = None if state is None else state.recurrent
-        out, recurrent = self._operator(x, q, k, v, recurrent, documents, backend)
+        out, recurrent = self._operator(x, q, k, v, recurrent, documents, backend, before if is_left else None)
         out = self._finish(x, out)
         if rows is not None:
             out = rows.scatter(out)
@@ -303,9 +305,9 @@ class GatedDeltaMixer(eqx.Module):
         out = jnp.where(fine, out, jnp.nan)
         return spoiled_rows(self.o_proj, out.reshape(*x.shape[:-1], self.config.value_heads * self.config.value_dim))
 
-    def _operator(self, x, q, k, v, state, documents, backend):
+    def _operator(self, x, q, k, v, state, documents, backend, windows):
         """`gated_delta`, or `gated_delta_raw` where `backend` gains by it, with what this layer chose; and the state in
-        the dtype it came in."""
+        the dtype it came in. `windows` before the convolutions that are left to it, if they are."""
         is_raw = self._is_raw(backend)
         if is_raw:
             q, k = self._raw_vectors(q, k, x.dtype)
@@ -314,7 +316,7 @@ class GatedDeltaMixer(eqx.Module):
         gates: Any = None if is_raw else self._gates(x)
         single = q.ndim == 3
         if single:
-            x, q, k, v, gates, state = jax.tree.map(lambda a: a[None], (x, q, k, v, gates, state))
+            x, q, k, v, gates, state, windows = jax.tree.map(lambda a: a[None], (x, q, k, v, gates, state, windows))
         options: dict[str, Any] = self._operator_options(v.dtype) | dict(
             initial_state=state,
             segment_ids=None if documents is None else documents.segment_ids,
@@ -323,7 +325,8 @@ class GatedDeltaMixer(eqx.Module):
         )
         if is_raw:
             norm = self.config.variant.qk_norm
-            out, final = gated_delta_raw(q, k, v, self._raw_gates(x), qk_norm=norm, **options)
+            convs = None if windows is None else self._short_convs(windows)
+            out, final = gated_delta_raw(q, k, v, self._raw_gates(x), qk_norm=norm, convs=convs, **options)
         else:
             out, final = gated_delta(q, k, v, gates, **options)
         final = final if state is None else final.astype(state.dtype)
@@ -351,6 +354,27 @@ class GatedDeltaMixer(eqx.Module):
             and all(type(gate) in (SigmoidGate, type(None)) for gate in (self.erase, self.write))
             and (self.write is None or self.write.maximum == 1)
         )
+
+    def _leaves_convs(self, backend, documents) -> bool:
+        """Whether convolutions are left to `backend`, which knows what they and their activation do."""
+        return (
+            documents is None
+            and self.config.qkv_activation == "silu"
+            and self._is_raw(backend)
+            and all(type(conv) is ShortConv and conv.bias is None for conv in (self.q_conv, self.k_conv, self.v_conv))
+        )
+
+    def _short_convs(self, windows) -> ShortConvs:
+        """The convolutions as the operator takes them, by heads."""
+        c, convs = self.config, (self.q_conv, self.k_conv, self.v_conv)
+        heads = (c.key_heads, c.key_dim), (c.key_heads, c.key_dim), (c.value_heads, c.value_dim)
+
+        def by_head(x, heads):
+            return None if x is None else x.reshape(*x.shape[:-1], *heads)
+
+        weights = (by_head(conv.weight, dims) for conv, dims in zip(convs, heads, strict=True))
+        q, k, v = (by_head(*x) for x in zip(windows, heads, strict=True))
+        return ShortConvs(*weights, q_window=q, k_window=k, v_window=v)
 
     def _convolve(self, conv, x, window, documents):
         """Convolution and activation, if any, in the accumulation dtype; and the new window."""

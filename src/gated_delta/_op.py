@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._backend import AbstractBackend, Problem
+from ._conv import ShortConvs
 from ._dispatch import choose, explain_problem, explain_step
 from ._explanation import Explanation
 from ._explicit import is_sharded_explicitly, varying_alike, with_automatic_axes
@@ -109,7 +110,7 @@ def gated_delta(
         arXiv:2605.22791.
     """
 
-    arrays = (q, k, v, _check_gates_type(gates), initial_state, segment_ids, cu_seqlens)
+    arrays = (q, k, v, _check_gates_type(gates), None, initial_state, segment_ids, cu_seqlens)
     return _run(arrays, num_segments, (scale, inverse, precision, checked), None, backend)
 
 
@@ -121,6 +122,7 @@ def gated_delta_raw(
     gates: RawGates,
     *,
     qk_norm: QKNorm = "l2",
+    convs: ShortConvs | None = None,
     initial_state: Any = None,
     segment_ids: Any = None,
     cu_seqlens: Any = None,
@@ -142,6 +144,9 @@ def gated_delta_raw(
     - `gates`: raw values and the parameters of the decay; see `RawGates`.
     - `qk_norm`: `"l2"`: queries and keys get unit length per head, `x / sqrt(sum(x ** 2) + 1e-6)`; one whose squared
         norm overflows becomes 0. `"none"`: they are left alone.
+    - `convs`: short convolutions of queries, keys and values before all else; see `ShortConvs`. Every row is then one
+        document: it does not go with `segment_ids` or `cu_seqlens`. `PallasTPU` convolves inside its forward kernel
+        where no gradient is taken.
 
     **Returns:** what `gated_delta` does.
 
@@ -149,14 +154,15 @@ def gated_delta_raw(
 
     **Raises:** as `gated_delta`.
     """
-    arrays = (q, k, v, _check_raw(gates, qk_norm), initial_state, segment_ids, cu_seqlens)
+    arrays = (q, k, v, _check_raw(gates, qk_norm), convs, initial_state, segment_ids, cu_seqlens)
     return _run(arrays, num_segments, (scale, inverse, precision, checked), qk_norm, backend)
 
 
 def _run(arrays, num_segments, options, qk_norm, backend):
     def run(arrays):
-        q, k, v, gates, initial_state, segment_ids, cu_seqlens = arrays
-        call = _prepare(q, k, v, gates, initial_state, segment_ids, cu_seqlens, num_segments, options, qk_norm)
+        q, k, v, gates, convs, initial_state, segment_ids, cu_seqlens = arrays
+        packed = segment_ids, cu_seqlens, num_segments
+        call = _prepare(q, k, v, gates, initial_state, *packed, options, qk_norm, convs)
         if call.problem is None:
             return call.nothing()
         return _execute(choose(call.problem, backend), call)
@@ -266,7 +272,17 @@ class _Call(eqx.Module):
 
 
 def _prepare(
-    q, k, v, gates: Gates | RawGates, initial_state, segment_ids, cu_seqlens, num_segments, options, qk_norm
+    q,
+    k,
+    v,
+    gates: Gates | RawGates,
+    initial_state,
+    segment_ids,
+    cu_seqlens,
+    num_segments,
+    options,
+    qk_norm,
+    convs=None,
 ) -> _Call:
     """`qk_norm` and the activations of the gates become the problem's prologue where `gates` are raw."""
     scale, inverse, precision, checked = options
@@ -284,6 +300,7 @@ def _prepare(
     precision = check_precision(precision)
     scale = check_scale(scale, key_dim)
     packing, real, states = check_packing(segment_ids, cu_seqlens, num_segments, batch, time, checked)
+    _check_convs(convs, k.shape, v.shape, segment_ids is not None or cu_seqlens is not None)
     state_shape = (*states, value_heads, key_dim, value_dim)
     slots = math.prod(states) // max(batch, 1) if cu_seqlens is None else states[0]
     if initial_state is not None:
@@ -335,6 +352,7 @@ def _prepare(
         log_decay_min=log_decay_min,
         A_log=A_log,
         dt_bias=dt_bias,
+        convs=None if convs is None else _lay_convs(convs, batch, owners, dtype),
         prologue=Prologue(qk_norm == "l2", log_decay_min, gates.erase_max) if is_raw else None,
     )
     return _Call(problem, initial_state=None, **call)
@@ -351,6 +369,17 @@ def _at_least(dtype, operand):
 def _keep(x, real, nothing: float = 0.0):
     """Padding holds `nothing`, whatever stood there: no error and no gradient comes from it."""
     return x if real is None else jnp.where(real.reshape(*real.shape, *(1,) * (x.ndim - 2)), x, nothing)
+
+
+def _lay_convs(convs: ShortConvs, batch: int, owners: int, dtype) -> ShortConvs:
+    """Weights for every row, and values as those of a problem."""
+
+    def of_owners(x):
+        return None if x is None else x.reshape(*x.shape[:2], owners, x.shape[2] * x.shape[3] // owners)
+
+    q, k, v = (jnp.broadcast_to(x.astype(dtype), (batch, *x.shape)) for x in convs.weights)
+    q_window, k_window, v_window = convs.windows
+    return ShortConvs(q, k, of_owners(v), q_window=q_window, k_window=k_window, v_window=of_owners(v_window))
 
 
 def _group_write(write, key_heads, owners, group, value_dim):
@@ -508,6 +537,32 @@ def _check_inverse(inverse, erase_max: float, log_decay_min: float | None, opera
             f"`inverse={inverse!r}` is right only where decay is strong, and needs gates with a decay and a declared "
             "bound, `log_decay_min`. Use `inverse='exact'`."
         )
+
+
+def _check_convs(convs, k_shape, v_shape, is_packed: bool):
+    if convs is None:
+        return
+    if not isinstance(convs, ShortConvs):
+        raise TypeError(f"`convs` must be a `gated_delta.ShortConvs` or None, but {a_type(convs)} came.")
+    if is_packed:
+        raise ValueError(
+            "`convs` needs rows of one document each, but `segment_ids` or `cu_seqlens` came: a convolution would "
+            "reach over their borders. Convolve before the call, as a layer does."
+        )
+    batch = k_shape[0]
+    width = convs.q.shape[0] if convs.q.ndim else 0
+    for name, shape in (("q", k_shape), ("k", k_shape), ("v", v_shape)):
+        weight, window = getattr(convs, name), getattr(convs, f"{name}_window")
+        if weight.shape != (width, *shape[2:]) or width == 0:
+            raise ValueError(
+                f"`convs.{name}` must be [width, heads, dim] with the {shape[2]} heads x {shape[3]} of `{name}` and "
+                f"one width for all three, but its shape is {weight.shape}."
+            )
+        if window is not None and window.shape != (batch, width - 1, *shape[2:]):
+            raise ValueError(
+                f"`convs.{name}_window` must be [batch, width - 1, heads, dim] = {(batch, width - 1, *shape[2:])}, but "
+                f"its shape is {window.shape}."
+            )
 
 
 def _check_values(gates: Gates, log_decay, erase, checked):

@@ -57,6 +57,22 @@ def test_the_kernels_compile(case, chip, tmp_path):
     kernels(case, chip, tmp_path)
 
 
+CONVOLVED = {
+    "GDN, Qwen3-Next, 16 key and 32 value heads": "gdn_grouped",
+    "KDA, 16 heads": "kda",
+    "SLA-R4, 4 key heads": "sla",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("case", CONVOLVED)
+def test_the_forward_kernel_compiles_with_convolutions(case, chip, tmp_path):
+    function = f"{ROOT / 'benchmarks' / 'tpu' / 'ours.py'}:{CONVOLVED[case]}"
+    record = compiled(function, {"raw": True, "conv": 4, "time": 2048}, chip, tmp_path)
+    assert record["hlo"].count('custom_call_target="tpu_custom_call"') == 2  # and without what is not finite
+
+
 def test_a_small_block_of_the_kernels_compiles(tmp_path):
     kernels("SLA-R4, 2 key heads", "tpu7x", tmp_path, time=256, config={"owners": 1, "chunks": 1})
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from gated_delta import Gates, RawGates, gated_delta, gated_delta_raw, gated_delta_step
+from gated_delta import Gates, RawGates, ShortConvs, gated_delta, gated_delta_raw, gated_delta_step
 from gated_delta.pallas import PallasTPU, TileConfig
 from gated_delta.testing import RandomGates, RandomProblem
 
@@ -99,6 +99,22 @@ def test_a_prologue_lowers(groups):
         return out, pull(jax.tree.map(jnp.ones_like, out))
 
     exported = jax.export.export(jax.jit(run), platforms=["tpu"])(vector, vector, vector, gates)
+    assert exported.mlir_module().count("tpu_custom_call") >= 2
+
+
+@pytest.mark.parametrize("dtype, heads", [(jnp.bfloat16, 2), pytest.param(jnp.float32, 3, marks=pytest.mark.slow)])
+def test_convolutions_lower_inside_of_the_forward_kernel(dtype, heads):
+    batch, time, width, dim = 2, 300, 4, 128
+    vector, window = (jax.ShapeDtypeStruct((batch, length, heads, dim), dtype) for length in (time, width - 1))
+    weight = jax.ShapeDtypeStruct((width, heads, dim), jnp.float32)
+    scalar = jax.ShapeDtypeStruct((batch, time, heads), jnp.float32)
+
+    def run(q, k, v, weight, window, raw_decay, raw_beta):
+        convs = ShortConvs(weight, weight, weight, q_window=window, k_window=window)
+        return gated_delta_raw(q, k, v, RawGates.tied(raw_beta, raw_decay), convs=convs, backend=KERNEL)
+
+    arguments = vector, vector, vector, weight, window, scalar, scalar
+    exported = jax.export.export(jax.jit(run), platforms=["tpu"])(*arguments)
     assert exported.mlir_module().count("tpu_custom_call") >= 2
 
 

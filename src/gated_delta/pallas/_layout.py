@@ -8,6 +8,7 @@ numbers per token are `[chunk, owners * groups]`.
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -156,10 +157,20 @@ class Plan(NamedTuple):
         return [range(owners // 2), range(owners // 2, owners)]
 
 
-def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_specs, out_specs, aliases: dict[int, int]):
+def kernel_call(
+    name: str,
+    body,
+    plan: Plan,
+    grid: tuple[int, int, int],
+    in_specs,
+    out_specs,
+    aliases: dict[int, int],
+    scratch: Sequence = (),
+):
     """A function of the outputs' shapes, the chunks' integers and the inputs: one kernel over `grid`.
 
-    Its scratch is what a block of owners carries from step to step: the states, and the choice for the next chunk.
+    Its scratch is what a block of owners carries from step to step, the states and the choice for the next chunk, and
+    then what else is asked for.
     """
     state = pltpu.VMEM((plan.sizes.owners, plan.key_dim, plan.width), plan.arithmetic.accumulation)
 
@@ -172,7 +183,7 @@ def kernel_call(name: str, body, plan: Plan, grid: tuple[int, int, int], in_spec
                 grid=grid,
                 in_specs=in_specs,
                 out_specs=out_specs,
-                scratch_shapes=[state, pltpu.SMEM((1,), jnp.int32)],
+                scratch_shapes=[state, pltpu.SMEM((1,), jnp.int32), *scratch],
             ),
             input_output_aliases=aliases,
             compiler_params=pltpu.CompilerParams(
@@ -263,11 +274,16 @@ class Blocks:
             return pl.BlockSpec((1, 1, *array.shape[2:]), lambda b, h, c, *_: (b, h, 0, 0))
         if not form.is_vector:
             return pl.BlockSpec((1, 1, chunk, array.shape[3]), lambda b, h, c, *_: (b, h, chunk_of(c), 0))
-        if form.blocks:
-            shape = (1, 1, chunk, *array.shape[3:])
-            return pl.BlockSpec(shape, lambda b, h, c, *_: (b, h, chunk_of(c), 0, 0))
-        shape = (1, chunk, form.tiles * block_heads * form.heads, LANES)
-        return pl.BlockSpec(shape, lambda b, h, c, *_: (b, chunk_of(c), h, 0))
+        return _vectors(array, form, block_heads, chunk, chunk_of)
+
+    def before(self, array, form: Form, block_heads: int, rows: int) -> pl.BlockSpec:
+        """The `rows` tokens before a step's own, which they divide; at the first step those are some of its own."""
+        per_step = self.plan.sizes.tokens // rows
+        return _vectors(array, form, block_heads, rows, lambda c: jnp.maximum(self.chunk_of(c) * per_step - 1, 0))
+
+    def throughout(self, array, form: Form, block_heads: int) -> pl.BlockSpec:
+        """All that stands where others have time, at every step."""
+        return _vectors(array, form, block_heads, array.shape[2 if form.blocks else 1], lambda c: 0)
 
     def following(self, array) -> pl.BlockSpec:
         """The log decays of the chunk that the next grid step works on."""
@@ -300,17 +316,25 @@ class Blocks:
         )
 
 
+def _vectors(array, form: Form, block_heads: int, rows: int, block_of) -> pl.BlockSpec:
+    """`rows` tokens of a block's vectors; `block_of` maps the last grid index to which."""
+    if form.blocks:
+        return pl.BlockSpec((1, 1, rows, *array.shape[3:]), lambda b, h, c, *_: (b, h, block_of(c), 0, 0))
+    shape = (1, rows, form.tiles * block_heads * form.heads, LANES)
+    return pl.BlockSpec(shape, lambda b, h, c, *_: (b, block_of(c), h, 0))
+
+
 # ---- heads in a block ------------------------------------------------------------------------------------------------
 
 
-def load_vectors(ref, form: Form, heads: int, interpret: bool, which: range | None = None) -> list:
+def load_vectors(ref, form: Form, heads: int, interpret: bool, which: range | None = None, read=None) -> list:
     """`[chunk, dim]` of every head, or of those asked for; float32 where two heads share registers."""
-    rows = heads * form.heads
+    rows, read = heads * form.heads, read or load_row
     ref = ref.at[(0,) * (len(ref.shape) - 3)]
 
     def head(h):
         tiles = [
-            _load_row(ref, t * rows + h * form.heads + part, interpret)
+            read(ref, t * rows + h * form.heads + part, interpret)
             for part in range(form.heads)
             for t in range(form.tiles)
         ]
@@ -346,7 +370,7 @@ def store_vectors(ref, values: list, form: Form, heads: int, interpret: bool, wh
         pairs[pl.ds(index // 2, chunk, stride=count // 2), :] = both
 
 
-def _load_row(ref, index: int, interpret: bool):
+def load_row(ref, index: int, interpret: bool):
     """`[chunk, 128]`. The TPU interpreter knows neither strides nor bitcasts of references: it indexes."""
     if interpret:
         return ref[:, index, :]
@@ -367,8 +391,11 @@ def _store_row(ref, index: int, value, interpret: bool):
     ref.reshape(chunk * count, LANES)[pl.ds(index, chunk, stride=count), :] = value.astype(ref.dtype)
 
 
-def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
-    """The inputs of some of the block's owners. Chunks in a row follow each other like further heads."""
+def load_operands(plan: Plan, refs: Operands, owners: range, readers: Sequence = ()) -> Operands:
+    """The inputs of some of the block's owners. Chunks in a row follow each other like further heads.
+
+    `readers`: of the first operands, instead of `load_row`.
+    """
 
     def load(i, ref, form):
         if ref is None:
@@ -377,7 +404,8 @@ def load_operands(plan: Plan, refs: Operands, owners: range) -> Operands:
         if form.is_fixed:
             return _load_fixed(plan, ref, form, which)
         if form.is_vector:
-            return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interprets, which))
+            read = readers[i] if i < len(readers) else None
+            return in_chunks(plan, load_vectors(ref, form, plan.owners_of(i), plan.interprets, which, read))
         columns = [ref[0, 0][:, which.start * form.tiles : which.stop * form.tiles]]
         return Columns(jnp.concatenate(in_chunks(plan, columns), axis=-1), form.tiles)
 

@@ -19,6 +19,7 @@ from gated_delta._tile import Arithmetic, promised_near
 from gated_delta._types import no_type_check
 
 from ._config import LARGEST_STATE, Sizes, TileConfig, settle
+from ._convolution import BEFORE, for_convolving
 from ._layout import (
     Chunks,
     Form,
@@ -90,7 +91,7 @@ class PallasTPU(AbstractStepper):
 
     def __call__(self, problem: Problem) -> Result:
         if not isinstance(problem.scale, float):  # only a number known here goes into the kernel
-            problem = problem.activated()  # the norm comes before the scale
+            problem = problem.activated()  # convolutions and norm come before the scale
             scale = jnp.asarray(problem.scale, problem.accumulation)
             q = (problem.q.astype(problem.accumulation) * scale).astype(problem.q.dtype)
             problem = dataclasses.replace(problem, q=q, scale=1.0)
@@ -215,7 +216,7 @@ def _forward(how, floats, integers, keeps: bool = True):
     """The result, which rows of it are not finite, and what is kept for the backward pass."""
     backend, static = how
     problem = eqx.combine(floats, integers, static)
-    launch = _Launch(backend, _with_groups(problem))
+    launch = _Launch(backend, _with_groups(problem), convolves=not keeps)
     keeps = keeps and backend.residuals != "none"
     out, final, check, *kept = launch.forward(*launch.lay(launch.problem), keeps)
     out, final = launch.take(out, final)
@@ -228,7 +229,11 @@ def _backward(how, floats, integers, kept, cotangents):
     backend, static = how
     problem = eqx.combine(floats, integers, static)
     launch = _Launch(backend, _with_groups(problem))
-    laid, pull = jax.vjp(lambda floats: launch.lay(_with_groups(eqx.combine(floats, integers, static))), floats)
+
+    def lay(floats):
+        return launch.lay(_with_groups(eqx.combine(floats, integers, static)).convolved())
+
+    laid, pull = jax.vjp(lay, floats)
     if backend.residuals == "none":
         kept = launch.forward(*laid, True)[3:]
     d_out, d_final = cotangents
@@ -244,7 +249,8 @@ def _backward(how, floats, integers, kept, cotangents):
 class _Launch:
     """The kernels of one problem: how they are built, and the way into their layout and out of it."""
 
-    def __init__(self, backend: PallasTPU, problem: Problem):
+    def __init__(self, backend: PallasTPU, problem: Problem, convolves: bool = False):
+        """`convolves`: inside of the kernel, if it can."""
         self.problem = problem
         self.parts, key_dim, width = _laid_dims(problem)
         self.sizes = settle(
@@ -283,11 +289,33 @@ class _Launch:
         self.chunks = _chunks(problem, self.layout, self.sizes)
         document = self.layout.document
         self.document = None if document is None else document.reshape(len(document), -1, 1, self.sizes.chunk)
+        width = problem.convs.q.shape[1] if problem.convs is not None and convolves else None
+        self.convolving = None if width is None else for_convolving(self.plan, width)
+        self.problem = problem if self.convolving else problem.convolved()
 
     def forward(self, operands: Operands, bank, keeps: bool):
         """Outputs, final states, sums that are not finite where an output is not, and the residuals if it `keeps`."""
-        plan = self.plan.for_keeping if keeps else self.plan
-        return forward(plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps)
+        plan = self.plan.for_keeping if keeps else self.convolving or self.plan
+        problem, convs = self.problem, self._lay_convs()
+        # A token behind the end sees real ones; its gates are 0, but for one that is not there.
+        length = problem.k.shape[1] if convs and problem.write is None and not problem.tied else None
+        return forward(plan, operands, self.chunks, self.document, bank, operands.v.dtype, keeps, convs, length)
+
+    def _lay_convs(self) -> list[tuple[Any, Any]]:
+        """Weights and windows of queries, keys and values, laid as these are."""
+        convs = self.problem.convs
+        if convs is None:
+            return []
+        batch, laid = self.problem.k.shape[0], []
+        for i, (weight, window) in enumerate(zip(convs.weights, convs.windows, strict=True)):
+            form, block_heads = self.plan.forms[i], self.plan.owners_of(i)
+            width, heads, dim = weight.shape[1:]
+            window = jnp.zeros((batch, width - 1, heads, dim)) if window is None else window
+            window = jnp.pad(window.astype(self.problem.operand), ((0, 0), (BEFORE + 1 - width, 0), (0, 0), (0, 0)))
+            apart = (heads * form.heads, dim // form.heads)
+            weight, window = (lay_vector(a.reshape(*a.shape[:2], *apart), form, block_heads) for a in (weight, window))
+            laid.append((weight, window))
+        return laid
 
     def lay(self, problem: Problem) -> tuple[Operands, Any]:
         """Operands and initial states in the kernels' layout: padded to whole chunks and whole lanes."""

@@ -11,6 +11,7 @@ from jax.experimental import pallas as pl
 from gated_delta._heads import LANES
 from gated_delta._tile import chunk_factors
 
+from ._convolution import Conv, conv_blocks, conv_scratch, make_readers
 from ._layout import (
     Blocks,
     Chunks,
@@ -30,17 +31,28 @@ from ._layout import (
 )
 
 
-def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bool, *refs):
+def _body(
+    plan: Plan,
+    chunks: int,
+    has_document: bool,
+    out_form: Form,
+    keeps: bool,
+    convolves: bool,
+    length: int | None,
+    *refs,
+):
     scalars, refs = Chunks(*refs[:4]), list(refs[4:])
     tile_refs = Operands(*(refs.pop(0) if here else None for here in plan.used))
     following_ref = refs.pop(0) if plan.chooses else None
     document_ref = refs.pop(0) if has_document else None
     bank_ref = refs.pop(0) if plan.has_bank else None
+    convs = [Conv(refs.pop(0), refs.pop(0), refs.pop(0)) for _ in range(3)] if convolves else []
     if plan.has_slots:
         refs.pop(0)  # the final states' own memory, which begins as the initial states: what slots without a chunk keep
     out_ref, final_ref, check_ref = refs.pop(0), refs.pop(0), refs.pop(0)
     kept_refs = [refs.pop(0) for _ in kept_shapes(plan)] if keeps else []
-    carry, much_ref = refs
+    carry, much_ref, *scratch = refs
+    readers = make_readers(plan, convs, scratch, length)
     at = pl.program_id(0) * chunks + pl.program_id(2)
 
     @pl.when(scalars.begin[at] == 1 if plan.has_slots else pl.program_id(2) == 0)
@@ -50,7 +62,7 @@ def _body(plan: Plan, chunks: int, has_document: bool, out_form: Form, keeps: bo
     check_ref[...] = jnp.zeros_like(check_ref)
 
     def run(arithmetic, owners):
-        operands = behind_prologue(plan, load_operands(plan, tile_refs, owners))
+        operands = behind_prologue(plan, load_operands(plan, tile_refs, owners, readers))
         state = [carry[h] for h in owners]
         factors, found = chunk_factors(tile_of(plan, operands, document_ref, scalars.entry[at]), arithmetic)
         state, out, starts, more = advance(plan, state, factors, arithmetic)
@@ -78,9 +90,14 @@ def _sum_of_all(out):
     return functools.reduce(jnp.add, parts)
 
 
-def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_dtype, keeps: bool):
+def forward(
+    plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_dtype, keeps: bool, convs=(), length=None
+):
     """Outputs laid as the values are, final states like `bank`, sums `[batch, blocks, chunks, 8, 128]` that are not
-    finite where an output is not, and the residuals if `keeps`."""
+    finite where an output is not, and the residuals if `keeps`.
+
+    `convs`: weights and windows of q, k and v, if any; `length`: of a row, where values beyond have to be zeros.
+    """
     sizes, form = plan.sizes, plan.forms.v
     values = operands.v
     time = values.shape[2 if form.blocks else 1]
@@ -96,6 +113,11 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
         inputs, specs = [*inputs, document], [*specs, blocks.document()]
     if bank is not None:
         inputs, specs = [*inputs, bank], [*specs, blocks.slot()]
+    scratch = []
+    for i, (weight, window) in enumerate(convs):
+        vectors, conv = (plan.forms[i], plan.owners_of(i)), Conv(weight, operands[i], window)
+        inputs, specs = [*inputs, *conv], [*specs, *conv_blocks(blocks, conv, *vectors)]
+        scratch.append(conv_scratch(sizes.tokens, *vectors, plan.arithmetic.accumulation))
     aliases = {}
     if plan.has_slots:
         aliases = {len(chunks) + len(inputs): 1}
@@ -111,6 +133,7 @@ def forward(plan: Plan, operands: Operands, chunks: Chunks, document, bank, out_
     for matrix in kept_shapes(plan) if keeps else ():
         shapes.append(like((batch, owners, count * sizes.chunks, *matrix), plan.kept_dtype, *inputs))
         out_specs.append(blocks.per_step(sizes.chunks, *matrix))
-    body = functools.partial(_body, plan, count, document is not None, form, keeps)
-    call = kernel_call("gated_delta_forward", body, plan, (batch, blocks_of_owners, count), specs, out_specs, aliases)
+    body = functools.partial(_body, plan, count, document is not None, form, keeps, bool(convs), length)
+    grid = batch, blocks_of_owners, count
+    call = kernel_call("gated_delta_forward", body, plan, grid, specs, out_specs, aliases, scratch)
     return call(shapes, chunks, inputs)
