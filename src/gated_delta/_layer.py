@@ -229,7 +229,7 @@ class GatedDeltaMixer(eqx.Module):
             x = rows.gather(x)
         x, inputs, fine = self._project(x)
         windows = (None, None, None) if state is None else (state.q_window, state.k_window, state.v_window)
-        before, convs = windows, (self.q_conv, self.k_conv, self.v_conv)
+        before, convs = windows, self._convs
         if is_left := self._leaves_convs(backend, documents):
             q, k, v = inputs
             windows = [conv.next_window(*a) for conv, *a in zip(convs, inputs, before, strict=True)]
@@ -252,8 +252,7 @@ class GatedDeltaMixer(eqx.Module):
         """
         x, inputs, fine = self._project(x[:, None])
         convolved = [
-            self._convolve(conv, a, window, None)
-            for conv, a, window in zip((self.q_conv, self.k_conv, self.v_conv), inputs, windows, strict=True)
+            self._convolve(conv, a, window, None) for conv, a, window in zip(self._convs, inputs, windows, strict=True)
         ]
         (q, k, v), windows = zip(*convolved, strict=True)
         x, q, k, v, fine = (a[:, 0] for a in (x, q, k, v, fine))
@@ -361,18 +360,22 @@ class GatedDeltaMixer(eqx.Module):
             documents is None
             and self.config.qkv_activation == "silu"
             and self._is_raw(backend)
-            and all(type(conv) is ShortConv and conv.bias is None for conv in (self.q_conv, self.k_conv, self.v_conv))
+            and all(type(conv) is ShortConv and conv.bias is None for conv in self._convs)
         )
+
+    @property
+    def _convs(self) -> Any:
+        return self.q_conv, self.k_conv, self.v_conv
 
     def _short_convs(self, windows) -> ShortConvs:
         """The convolutions as the operator takes them, by heads."""
-        c, convs = self.config, (self.q_conv, self.k_conv, self.v_conv)
+        c = self.config
         heads = (c.key_heads, c.key_dim), (c.key_heads, c.key_dim), (c.value_heads, c.value_dim)
 
         def by_head(x, heads):
             return None if x is None else x.reshape(*x.shape[:-1], *heads)
 
-        weights = (by_head(conv.weight, dims) for conv, dims in zip(convs, heads, strict=True))
+        weights = (by_head(conv.weight, dims) for conv, dims in zip(self._convs, heads, strict=True))
         q, k, v = (by_head(*x) for x in zip(windows, heads, strict=True))
         return ShortConvs(*weights, q_window=q, k_window=k, v_window=v)
 
