@@ -5,7 +5,6 @@ from ._backend import AbstractStepper as AbstractStepper
 from ._backend import Problem as Problem
 from ._chunked import Chunked as Chunked
 from ._conv import ShortConv as ShortConv
-from ._conv import ShortConvs as ShortConvs
 from ._explanation import Explanation as Explanation
 from ._gate_modules import AbstractDecay as AbstractDecay
 from ._gate_modules import BoundedDecay as BoundedDecay
@@ -25,6 +24,7 @@ from ._params import cast_params as cast_params
 from ._params import weight_decay_mask as weight_decay_mask
 from ._raw_gates import RawGates as RawGates
 from ._recurrent import Recurrent as Recurrent
+from ._short_convs import ShortConvs as ShortConvs
 from ._step import gated_delta_raw_step as gated_delta_raw_step
 from ._step import gated_delta_step as gated_delta_step
 from ._variant import MixerConfig as MixerConfig

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from ._activations import decay_by_head
-from ._conv import ShortConvs, convolved, convolved_past
 from ._options import class_to_call
 from ._packing import Packing
 from ._raw_gates import Prologue, past
+from ._short_convs import ShortConvs, convolved, convolved_past
 from ._types import accumulation_dtype, spread_heads
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from ._activations import l2_normalize
 from ._backend import AbstractBackend, AbstractStepper, check_named
-from ._conv import ShortConv, ShortConvs
+from ._conv import ShortConv
 from ._explicit import automatically, explicit_spec, is_sharded_explicitly
 from ._gate_modules import AbstractDecay, BoundedDecay, OutputGate, SigmoidGate, SoftplusDecay
 from ._gates import Gates
@@ -21,6 +21,7 @@ from ._op import _check_inverse, gated_delta, gated_delta_raw
 from ._options import check_batch, check_key, check_precision, instead_of_a_state, one_token_only
 from ._raw_gates import RawGates
 from ._rows import Rows, make_rows
+from ._short_convs import ShortConvs
 from ._step import gated_delta_raw_step, gated_delta_step
 from ._types import a_type, accumulation_dtype, as_float_array, operand_dtype
 from ._variant import MixerConfig, instead_of_a_config, no_type_check

@@ -11,7 +11,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from ._backend import AbstractBackend, Problem
-from ._conv import ShortConvs
 from ._dispatch import choose, explain_problem, explain_step
 from ._explanation import Explanation
 from ._explicit import is_sharded_explicitly, varying_alike, with_automatic_axes
@@ -20,6 +19,7 @@ from ._gates import Gates
 from ._options import check_precision, check_scale
 from ._packing import check_packing
 from ._raw_gates import Prologue, RawGates
+from ._short_convs import ShortConvs
 from ._types import (
     Scalar,
     a_type,

@@ -49,6 +49,7 @@ LEVELS = {
         "_gates",
         "_slots",
         "_raw_gates",
+        "_short_convs",
         "_heads",
         "_tile",
         "_activations",
@@ -176,7 +177,8 @@ def test_the_operators_signature_is_the_documented_one():
     }
     assert inspect.signature(gated_delta.explain).parameters.keys() == parameters.keys()
     raw = inspect.signature(gated_delta.gated_delta_raw).parameters
-    assert raw["qk_norm"].default == "l2" and [*raw] == ["q", "k", "v", "gates", "qk_norm", *list(parameters)[4:]]
+    assert raw["qk_norm"].default == "l2" and raw["convs"].default is None
+    assert [*raw] == ["q", "k", "v", "gates", "qk_norm", "convs", *list(parameters)[4:]]
     assert all(raw[name].default == parameters[name].default for name in parameters)
     hints = inspect.get_annotations(gated_delta.gated_delta)
     assert hints.keys() == {*parameters, "return"} and not any(isinstance(hint, str) for hint in hints.values())

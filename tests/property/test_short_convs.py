@@ -167,7 +167,7 @@ def test_backends_that_do_not_convolve_get_what_is_convolved(name, seed):
 
 
 @pytest.mark.parametrize("backend", [Chunked(16), pytest.param(KERNEL, marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("split", [1, 2, 20])
+@pytest.mark.parametrize("split", [2, *(pytest.param(split, marks=pytest.mark.slow) for split in (1, 20))])
 def test_pieces_with_the_last_inputs_between_them_are_the_whole(backend, split):
     arguments, _ = Case().arguments()
     wanted = compiled(backend)(**arguments)
@@ -271,8 +271,9 @@ def spied(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name", ["gdn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kda", "sla"))])
-@pytest.mark.parametrize("batched", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("batched", [False, True])
 def test_layers_leave_convolutions_to_kernels(name, batched, monkeypatch):
     """Over two calls, the second of two tokens, with the outputs and the states that they have elsewhere."""
     calls = spied(monkeypatch)
