@@ -1,6 +1,6 @@
 """Every Python block of the README and of docs/ runs, file by file, in the order in which it is read.
 
-`make test` runs the README's, `make docs` those of the other pages.
+`make docs` runs them.
 """
 
 import pathlib
@@ -12,7 +12,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-RUN = [pytest.param(page, marks=() if page.name == "README.md" else pytest.mark.docs, id=page.name) for page in PAGES]
+RUN = [pytest.param(page, marks=pytest.mark.docs, id=page.name) for page in PAGES]
 OPTIONAL = ["flax"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 

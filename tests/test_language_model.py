@@ -171,6 +171,7 @@ def test_every_mixer_fits_and_one_block_in_four_is_attention(mixer):
     assert logits.shape == (32, 256)
 
 
+@pytest.mark.slow
 def test_hybrid_is_causal_and_its_steps_agree_with_the_parallel_form():
     model = demo.LanguageModel(small_settings(blocks=4), key=jax.random.key(0))
     tokens = jnp.arange(64)  # twice as far as attention sees

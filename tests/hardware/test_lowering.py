@@ -84,7 +84,8 @@ def test_every_choice_of_residuals_lowers(residuals):
     export(problem, PallasTPU(TileConfig(owners=2), residuals=residuals, ahead_of_time=True))
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=pytest.mark.slow), 128])
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 128])
 def test_a_prologue_lowers(groups):
     batch, time, heads, dim = 1, 65, 2, 128
     vector = jax.ShapeDtypeStruct((batch, time, heads, dim), jnp.bfloat16)

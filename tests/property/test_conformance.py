@@ -128,6 +128,7 @@ def test_an_adapter_changes_no_number(subject):
     assert {outcome.status for outcome in report.outcomes} == {"passed"}, report
 
 
+@pytest.mark.slow
 def test_a_dtype_that_a_backend_declines_is_not_asked():
     class Narrow(Chunked):
         def why_not(self, problem):

@@ -351,9 +351,8 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["gdn", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kda", "gdn2", "sla"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYERS)
 def test_layers_hand_raw_projections_to_kernels(name, monkeypatch):
     """With the outputs, states and gradients of every parameter that they have elsewhere."""
     raw_calls = []
