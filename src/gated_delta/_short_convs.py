@@ -52,7 +52,7 @@ def convolved(
 ) -> Float[Array, "batch time heads dim"]:
     """`x` behind its convolution and SiLU, in its own dtype. `weight` has an axis of rows."""
     time, width = x.shape[1], weight.shape[1]
-    padded, weight = raise_dtype(jnp.concatenate([_window(x, weight, window), x], axis=1), weight)
+    padded, weight = raise_dtype(jnp.concatenate([window_before(x, weight, window), x], axis=1), weight)
     taps = [weight[:, m : m + 1] for m in range(width)]
     return jax.nn.silu(add_taps(lambda back: padded[:, width - 1 - back :][:, :time], taps)).astype(x.dtype)
 
@@ -60,14 +60,15 @@ def convolved(
 def convolved_past(x: Float[Array, "batch time heads dim"], weight: Any, window: Any) -> Any:
     """`convolved`, but an input that is not finite makes its own token NaN (the first, if it is in the window), and
     gives others nothing, in gradients neither."""
-    window = _window(x, weight, window)
+    window = window_before(x, weight, window)
     bad, bad_before = ~jnp.isfinite(x), ~jnp.isfinite(window)
     bad = bad.at[:, 0].set(bad[:, 0] | jnp.any(bad_before, axis=1))
     window = jnp.where(bad_before, jnp.zeros_like(window), window)
     return past(bad, lambda x, weight: convolved(x, weight, window), x, weight)
 
 
-def _window(x, weight, window):
+def window_before(x, weight, window):
+    """The inputs before the first of `x`, in its dtype; zeros if `None`."""
     if window is not None:
         return window.astype(x.dtype)
     return jnp.zeros((x.shape[0], weight.shape[1] - 1, *x.shape[2:]), x.dtype)

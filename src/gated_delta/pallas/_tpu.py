@@ -15,6 +15,7 @@ from gated_delta._chunk_layout import ChunkLayout, lay_out
 from gated_delta._explicit import varying_alike
 from gated_delta._finite import contained
 from gated_delta._heads import LANES
+from gated_delta._short_convs import window_before
 from gated_delta._tile import Arithmetic, promised_near
 from gated_delta._types import no_type_check
 
@@ -306,12 +307,12 @@ class _Launch:
         convs = self.problem.convs
         if convs is None:
             return []
-        batch, laid = self.problem.k.shape[0], []
-        for i, (weight, window) in enumerate(zip(convs.weights, convs.windows, strict=True)):
+        vectors, laid = (self.problem.q, self.problem.k, self.problem.v), []
+        for i, given in enumerate(zip(vectors, convs.weights, convs.windows, strict=True)):
+            weight, window = given[1], window_before(*given)
             form, block_heads = self.plan.forms[i], self.plan.owners_of(i)
             width, heads, dim = weight.shape[1:]
-            window = jnp.zeros((batch, width - 1, heads, dim)) if window is None else window
-            window = jnp.pad(window.astype(self.problem.operand), ((0, 0), (BEFORE + 1 - width, 0), (0, 0), (0, 0)))
+            window = jnp.pad(window, ((0, 0), (BEFORE + 1 - width, 0), (0, 0), (0, 0)))
             apart = (heads * form.heads, dim // form.heads)
             weight, window = (lay_vector(a.reshape(*a.shape[:2], *apart), form, block_heads) for a in (weight, window))
             laid.append((weight, window))

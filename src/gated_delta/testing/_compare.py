@@ -339,17 +339,17 @@ def _errors(
         if not np.isfinite(got).all():
             errors[name] = _INFINITE
             continue
-        errors[name] = _error(got, want, floor) / limit
+        errors[name] = _error(got, want, floor, limit)
         if name == "d_erase" and errors[name] > 1 and not problem.gates.tied:  # only then: the floor takes a run
-            errors[name] = _error(got, want, floor + 0.02 * _parts_of_erase(problem)) / limit
+            errors[name] = _error(got, want, floor + 0.02 * _parts_of_erase(problem), limit)
     return errors
 
 
-def _error(got: np.ndarray, want: np.ndarray, floor: float) -> float:
+def _error(got: np.ndarray, want: np.ndarray, floor: float, limit: float) -> float:
     off = np.abs(got - want)
     rms = _ratio(_rms(off), _rms(want) + floor)
     outlier = _ratio(off.max(initial=0.0), np.abs(want).max(initial=0.0) + floor) / OUTLIER
-    return min(max(rms, outlier), _INFINITE)
+    return min(max(rms, outlier) / limit, _INFINITE)
 
 
 def _floor(name: str, problem: RandomProblem, want: np.ndarray, expected: Mapping, arguments: Mapping) -> float:
