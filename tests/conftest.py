@@ -1,5 +1,6 @@
 """How every test runs: strict dtype promotion, type checks of our own code, hypothesis profiles, 8 CPU devices."""
 
+import gc
 import importlib.util
 import os
 import sys
@@ -30,6 +31,10 @@ check_types_of_everything_but_the_toolkit()
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_enable_compilation_cache", False)
+# These two: a tenth less time. Nobody reads where in the source an instruction of a test's program comes from, and what
+# JAX keeps of every trace is gone through at each of Python's full collections.
+jax.config.update("jax_include_full_tracebacks_in_locations", False)
+gc.set_threshold(100_000, 50, 1000)
 jax.config.update("jax_num_cpu_devices", 8)  # for the laws about meshes; everything else runs on the first
 
 plain = settings.get_profile("default")  # on a CI machine hypothesis starts from another: no example is random there

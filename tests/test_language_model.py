@@ -267,6 +267,7 @@ def test_ctrl_c_saves_and_resume_continues_bit_for_bit(finished, arguments, tmp_
         assert (folder / name).read_bytes() == (finished / name).read_bytes()
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_terminal_session_saves_a_whole_checkpoint(arguments, tmp_path):
     command = [sys.executable, "-u", str(SCRIPT), *arguments, "--steps", "1000000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

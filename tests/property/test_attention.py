@@ -41,6 +41,7 @@ quick_backends = pytest.mark.parametrize(
 # ---- the truth -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**16), softcap=st.sampled_from([None, 1.5]))
 def test_the_expected_gradients_are_the_slopes_of_the_expected_outputs(seed, softcap):
     """Central differences in float64, extrapolated, of what everything else is compared with."""

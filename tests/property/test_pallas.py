@@ -151,7 +151,9 @@ def test_a_bad_token_spoils_only_what_it_does_elsewhere(name, problem):
         np.testing.assert_allclose(actual[key], x, rtol=0, atol=2e-5 * np.nanmax(np.abs(x)), err_msg=key)
 
 
-@pytest.mark.parametrize("name, lengths, token", [("erase", (5, 27), 5), ("log_decay", (1,) * 32, 21)])
+@pytest.mark.parametrize(
+    "name, lengths, token", [("erase", (5, 27), 5), pytest.param("log_decay", (1,) * 32, 21, marks=pytest.mark.slow)]
+)
 def test_a_bad_gate_of_a_first_token_shows_where_documents_share_chunks(name, lengths, token):
     """Nothing that the document reads is multiplied by it, and no score of the token alone has it."""
     gates = RandomGates(decay="channel", erase="channel", write="channel")

@@ -93,6 +93,7 @@ def by_hand(mesh, name, packed, exchange=None, checks=True):
     return jax.shard_map(local, mesh=mesh, in_specs=given, out_specs=results, check_vma=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape, name, packed", [((1, 2, 4), "sla", True)])
 def test_a_layer_taken_apart_gives_what_it_gives_on_one_device(shape, name, packed):
     mesh = make_mesh(shape)
@@ -129,12 +130,10 @@ KINDS = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=
 EVERY = [
     (name, packed, kind) for name in MAKERS for packed in (False, True) for kind in (AxisType.Auto, AxisType.Explicit)
 ]
-QUICK = [("kda", True, AxisType.Explicit)]
 
 
-@pytest.mark.parametrize(
-    "name, packed, kind", [case if case in QUICK else pytest.param(*case, marks=pytest.mark.slow) for case in EVERY]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, packed, kind", EVERY)
 def test_under_jit_only_the_projections_sum_over_devices(name, packed, kind):
     mesh = make_mesh((2, 4), ("data", "model"), kind)
     with jax.set_mesh(mesh):

@@ -175,6 +175,7 @@ def test_a_bug_is_where_it_was_planted():
     assert max(counts.values()) == 1
 
 
+@pytest.mark.slow
 def test_without_a_bug_every_law_holds():
     report = ask(RIGHT, max_examples=10)
     assert report.passed, report
