@@ -129,7 +129,7 @@ def test_an_output_may_be_off_by_a_rounding_of_what_is_added_up_in_it():
 
 
 def test_a_query_nearly_orthogonal_to_the_only_key_is_no_error():
-    """Found by 500 examples: parts of up to 0.6 leave 0.003."""
+    """Found by 500 examples: parts of up to 0.9 leave 0.006 at most."""
     gates = RandomGates("channel", erase="channel", write="channel", log_decays="strong")
     sizes = dict(batch=2, time=24, group=2, key_dim=4, value_dim=3, state=True)
     keys = RandomKeys("correlated")
@@ -142,7 +142,7 @@ def test_a_query_nearly_orthogonal_to_the_only_key_is_no_error():
 
 
 def test_half_a_unit_in_the_last_place_of_what_is_added_up_for_a_beta_in_bfloat16_is_no_error():
-    """Found by 500 examples: the last token's 16 parts of up to 2.7 leave 0.39."""
+    """Found by 500 examples: the last token's 16 parts of up to 2.3 leave 0.39."""
     gates = RandomGates("channel", erase="head", tied=True, log_decays="strong")
     sizes = dict(time=65, group=2, key_dim=32, value_dim=8, state=True, dtype="bfloat16")
     problem = RandomProblem(seed=323, **sizes, keys=RandomKeys("some_zero"), gates=gates)

@@ -271,8 +271,8 @@ def assert_close(
 
     - `out`, which adds up over key channels: 0.02 * RMS of the root of the sum of squares of what is added up, which is
         RMS(q * d_q) * sqrt(size of q / size of out) as d_out has variance 1 (found where q and k of the only token are
-        nearly orthogonal, so that parts of up to 0.6 leave 0.003: the float32 recurrence is off by 0.4 to 1.9 budgets
-        there, as its sums are ordered).
+        nearly orthogonal, so that parts of up to 0.9 leave 0.006 at most: without a floor the float32 recurrence is off
+        by 0.4 budgets there, chunks by up to 0.9 on one device and 1.9 on eight).
     - `d_log_decay`, a sum over tokens and over the channels that share a decay, which vanishes as decay does: 0.02 *
         sqrt(tokens * channels) * size. In float32 each number added up may so be off by 2e-7. Where everything is
         erased and nothing decays the sum is 1e-8: there the recurrence is off by 0.7e-7 for each number, chunks by
@@ -365,10 +365,8 @@ def _floor(name: str, problem: RandomProblem, want: np.ndarray, expected: Mappin
     def moved(name):
         return np.asarray(arguments[name]).astype(np.float64) * np.asarray(expected[f"d_{name}"]).astype(np.float64)
 
-    if name == "out" and "d_q" not in expected:
-        return 0.0
     if name == "out":
-        return 0.02 * _rms(moved("q")) * math.sqrt(moved("q").size / max(want.size, 1))
+        return 0.02 * _rms(moved("q")) * math.sqrt(moved("q").size / max(want.size, 1)) if "d_q" in expected else 0.0
     size = sum(_rms(moved(name)) for name in "qk")
     if name == "d_log_decay":
         channels = problem.key_dim // max(want.shape[-1], 1)
